@@ -1,0 +1,139 @@
+//! What the engine asks of a host: three verbs per kind of resource. `hearth-host` answers with the kernel,
+//! `hearth-testkit` with a fake; one conformance suite holds for both.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::process::{Liveness, ProcessIdentity};
+use crate::network::SlotIndex;
+use crate::resource::{Kind, Resource};
+
+/// A host resource could not be seen, made or released.
+#[derive(Debug, thiserror::Error)]
+#[error("{verb} {what}: {why}")]
+pub struct HostError {
+    /// `census`, `ensure`, `release`, `reset`, `spawn`.
+    pub verb: &'static str,
+    /// Which resource, in words.
+    pub what: String,
+    /// What went wrong, and what to do where that is known.
+    pub why: String,
+    /// How a caller may react.
+    pub class: ErrorClass,
+    /// The cause from the kernel.
+    #[source]
+    pub source: Option<std::io::Error>,
+}
+
+/// How a caller may react to a [`HostError`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ErrorClass {
+    /// Held by something of ours that may end soon; the next try may succeed.
+    Busy,
+    /// The thing in this place is not ours (law 3): never touched.
+    Foreign,
+    /// The deadline passed.
+    Deadline,
+    /// The request itself is wrong or the host lacks something; the same call will fail again.
+    Refused,
+    /// Anything else.
+    Failed,
+}
+
+/// What a scan of one kind saw.
+#[derive(Debug, Clone, Default)]
+pub struct Census {
+    /// Ours by the full name grammar.
+    pub ours: Vec<Sighting>,
+    /// Near our grammar but not ours: name and reason. Reported, never changed.
+    pub foreign: BTreeMap<String, String>,
+    /// Why the scan is incomplete. While this is not empty, absence from `ours` proves nothing (law 4).
+    pub incomplete: Vec<String>,
+}
+
+/// One resource seen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sighting {
+    /// What, ready for `release`.
+    pub resource: Resource,
+    /// Kernel facts in words, as evidence for an operator.
+    pub facts: String,
+}
+
+/// A program to start in a cgroup of its own, in its own session, without a terminal and with no descriptor
+/// but the three standard ones.
+#[derive(Debug)]
+pub struct SpawnSpec {
+    /// Absolute path.
+    pub program: PathBuf,
+    /// Arguments without the program's name.
+    pub args: Vec<String>,
+    /// The whole environment.
+    pub env: Vec<(String, String)>,
+    /// Cgroup (last part of the path) it is born in.
+    pub cgroup: String,
+    /// File that stdout and stderr are appended to.
+    pub log: PathBuf,
+}
+
+/// A process just started.
+#[derive(Debug)]
+pub struct Spawned {
+    /// To be recorded.
+    pub identity: ProcessIdentity,
+    /// Readable when the process ended (pidfd_open(2)).
+    pub pidfd: OwnedFd,
+}
+
+/// The host's kernel resources of one instance. Calls block for as long as their deadline: run them on a
+/// thread that may wait. Every call may be repeated.
+pub trait Host: Send + Sync + 'static {
+    /// Lists the resources of one kind that carry this instance's tag. One scan, cost independent of other
+    /// kinds. Kinds that only live inside a namespace (tap, sandbox firewall) are listed by entering those
+    /// of this instance.
+    ///
+    /// # Errors
+    /// Only if nothing at all could be seen; a partial result has `incomplete` set.
+    fn census(&self, kind: Kind) -> Result<Census, HostError>;
+
+    /// Makes the resource, or completes one left half made. Success means it is there and whole.
+    ///
+    /// # Errors
+    /// [`ErrorClass::Foreign`] if the name is taken by something not ours.
+    fn ensure(&self, resource: &Resource) -> Result<(), HostError>;
+
+    /// Removes the resource and waits until its absence was seen. "Already gone" is success. A directory
+    /// goes with its contents, a cgroup with its processes (`cgroup.kill`), a namespace with links, tap and
+    /// rules inside.
+    ///
+    /// # Errors
+    /// [`ErrorClass::Busy`] or [`ErrorClass::Deadline`] if it is still there after `within`.
+    fn release(&self, resource: &Resource, within: Duration) -> Result<(), HostError>;
+
+    /// Puts a used slot back into the state `ensure` of its parts leaves it in: fresh rules, no connection
+    /// tracked, no neighbour learnt. The caller has seen every process of the former owner gone.
+    ///
+    /// # Errors
+    /// If the slot is not whole; release it then.
+    fn reset_slot(&self, slot: SlotIndex) -> Result<(), HostError>;
+
+    /// Starts a program inside an existing cgroup (`clone3` with `CLONE_INTO_CGROUP`).
+    ///
+    /// # Errors
+    /// If the cgroup is absent or the program cannot be executed.
+    fn spawn(&self, spec: &SpawnSpec) -> Result<Spawned, HostError>;
+
+    /// Whether a recorded process still runs.
+    fn liveness(&self, process: &ProcessIdentity) -> Liveness;
+
+    /// A pidfd of a recorded process, proven to be the same one after opening.
+    ///
+    /// # Errors
+    /// If it is gone or not the same.
+    fn open_process(&self, process: &ProcessIdentity) -> Result<OwnedFd, HostError>;
+
+    /// This boot's id.
+    fn boot_id(&self) -> &str;
+}

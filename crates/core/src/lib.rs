@@ -1,0 +1,17 @@
+//! Types and decisions of hearth. No I/O, no clock, no unsafe: everything here is a value that can be
+//! printed, compared and tested without a kernel.
+
+pub mod agent;
+pub mod exit;
+pub mod host;
+pub mod id;
+pub mod image;
+pub mod lifecycle;
+pub mod network;
+pub mod plan;
+pub mod process;
+pub mod record;
+pub mod resource;
+pub mod shim;
+pub mod spec;
+pub mod steps;

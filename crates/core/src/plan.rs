@@ -1,0 +1,112 @@
+//! The plan: what a start (and every later round) does with what the census saw. Pure, so that it can be
+//! printed, compared and tested.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::id::SandboxId;
+use crate::network::SlotIndex;
+use crate::process::Liveness;
+use crate::record::Record;
+
+/// What is known of one record when the plan is made.
+#[derive(Debug, Clone)]
+pub struct Observed {
+    /// As on disk.
+    pub record: Record,
+    /// Of its shim; `Gone` if none was recorded.
+    pub shim: Liveness,
+}
+
+/// What to do. Every sandbox of the input is in exactly one of the first three lists.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// Alive: connect again.
+    pub adopt: Vec<SandboxId>,
+    /// Half made, half released, or ended while nobody looked: release, with the reason.
+    pub release: BTreeMap<SandboxId, String>,
+    /// Cannot be decided now: kept, reported, slot kept out of the pool.
+    pub keep: BTreeMap<SandboxId, String>,
+    /// Slots seen that no record names.
+    pub leaked_slots: BTreeSet<SlotIndex>,
+    /// Cgroups seen that no record names.
+    pub leaked_cgroups: BTreeSet<String>,
+    /// Directories seen that no record names.
+    pub leaked_directories: BTreeSet<std::path::PathBuf>,
+    /// Slots owned by a record that stays.
+    pub slots_in_use: BTreeSet<SlotIndex>,
+}
+
+/// Makes the plan.
+///
+/// `unreadable` are sandbox directories whose record could not be used: nothing that might be theirs is
+/// called leaked, by sandbox id. With `all_records_known` false (the record directory itself could not be
+/// listed) nothing at all is called leaked (law 4).
+#[must_use]
+pub fn plan(
+    observed: &[Observed],
+    seen: &BTreeSet<Seen>,
+    unreadable: &BTreeSet<String>,
+    all_records_known: bool,
+    boot_id: &str,
+) -> Plan {
+    let mut plan = Plan::default();
+    for o in observed {
+        let record = &o.record;
+        let id = record.id.clone();
+        if record.boot_id != boot_id {
+            plan.release.insert(id, "the host was booted since it was created".into());
+            continue;
+        }
+        match (&o.shim, record.state) {
+            (Liveness::Unknown(why), _) => {
+                plan.keep.insert(id, format!("its shim cannot be judged: {why}"));
+                plan.slots_in_use.extend(record.slot);
+            }
+            (Liveness::Alive, crate::lifecycle::SandboxState::Running) => {
+                plan.adopt.push(id);
+                plan.slots_in_use.extend(record.slot);
+            }
+            (Liveness::Alive, state) => {
+                plan.release.insert(id, format!("it was {state} when the daemon stopped"));
+                plan.slots_in_use.extend(record.slot);
+            }
+            (Liveness::Gone, _) => {
+                plan.release.insert(id, "its shim is gone".into());
+                plan.slots_in_use.extend(record.slot);
+            }
+        }
+    }
+    if !all_records_known || !unreadable.is_empty() {
+        // A slot says nothing about its owner, so one unreadable record shields all slots.
+        return plan;
+    }
+    let known: BTreeSet<&str> = observed.iter().map(|o| o.record.id.as_str()).collect();
+    for resource in seen {
+        match resource {
+            Seen::Slot(n) if !observed.iter().any(|o| o.record.slot == Some(*n)) => {
+                plan.leaked_slots.insert(*n);
+            }
+            Seen::Cgroup(name) if !known.contains(name.as_str()) => {
+                plan.leaked_cgroups.insert(name.clone());
+            }
+            Seen::Directory(path)
+                if !path.file_name().and_then(|f| f.to_str()).is_some_and(|f| known.contains(f)) =>
+            {
+                plan.leaked_directories.insert(path.clone());
+            }
+            _ => {}
+        }
+    }
+    plan
+}
+
+/// What a census saw, reduced to what has an owner of its own.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Seen {
+    /// Any part of a slot.
+    Slot(SlotIndex),
+    /// A cgroup, by sandbox id.
+    Cgroup(String),
+    /// A sandbox's run directory.
+    Directory(std::path::PathBuf),
+}
