@@ -1,1 +1,21 @@
-//! Placeholder.
+//! gRPC definitions of hearth: what `proto/` says, as Rust. [`v1`] is the contract with clients, [`shim`]
+//! the one between daemon and shim.
+
+/// Generated code, nested as its packages are since it refers across them.
+#[allow(missing_docs, unreachable_pub, clippy::pedantic)]
+mod hearth {
+    pub mod v1 {
+        tonic::include_proto!("hearth.v1");
+    }
+    pub mod shim {
+        pub mod v1 {
+            tonic::include_proto!("hearth.shim.v1");
+        }
+    }
+}
+
+pub use hearth::shim::v1 as shim;
+pub use hearth::v1;
+
+/// All descriptors, for gRPC reflection.
+pub const FILE_DESCRIPTOR_SET: &[u8] = tonic::include_file_descriptor_set!("descriptors");
