@@ -2,7 +2,7 @@
 //! the one between daemon and shim.
 
 /// Generated code, nested as its packages are since it refers across them.
-#[allow(missing_docs, unreachable_pub, clippy::pedantic)]
+#[allow(missing_docs, unreachable_pub, clippy::all)]
 mod hearth {
     pub mod v1 {
         tonic::include_proto!("hearth.v1");

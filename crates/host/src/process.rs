@@ -1,0 +1,198 @@
+//! Processes: who one is, whether it still runs, how to signal it and to wait for its end. A pid is never
+//! trusted alone: the start time and the boot id go with it, and signals go through a pidfd.
+//!
+//! Starting one is in [`spawn`].
+
+pub mod spawn;
+mod stat;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use hearth_core::host::{ErrorClass, HostError};
+use hearth_core::process::{Liveness, ProcessIdentity};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions};
+
+pub use rustix::process::Signal;
+pub use spawn::{Child, SpawnError, SpawnOptions, spawn};
+
+use crate::error;
+
+/// How a process ended. Both `None`: it ended, but not as our child, so nobody told us how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ended {
+    /// Exit code, if it exited.
+    pub code: Option<i32>,
+    /// Signal number, if one ended it.
+    pub signal: Option<i32>,
+}
+
+/// This boot's id.
+///
+/// # Errors
+/// If `/proc` cannot be read.
+pub fn boot_id() -> io::Result<&'static str> {
+    static BOOT_ID: OnceLock<String> = OnceLock::new();
+    if let Some(id) = BOOT_ID.get() {
+        return Ok(id);
+    }
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    Ok(BOOT_ID.get_or_init(|| text.trim().to_owned()))
+}
+
+/// The identity of the process that has `pid` now. Only sound while the caller knows that the pid cannot be
+/// handed out again: its own unreaped child, itself, or a pid that is checked by other facts afterwards.
+///
+/// # Errors
+/// If there is no such process or `/proc` cannot be read.
+pub fn identity_of(pid: u32) -> io::Result<ProcessIdentity> {
+    let stat = stat::read(pid)?;
+    Ok(ProcessIdentity { pid, start_time: stat.start_time, boot_id: boot_id()?.to_owned() })
+}
+
+/// Whether a recorded process still runs. A zombie counts as gone.
+#[must_use]
+pub fn liveness(process: &ProcessIdentity) -> Liveness {
+    match boot_id() {
+        Ok(now) if now != process.boot_id => return Liveness::Gone,
+        Ok(_) => {}
+        Err(e) => return Liveness::Unknown(format!("the boot id cannot be read: {e}")),
+    }
+    match stat::read(process.pid) {
+        Ok(stat) if stat.start_time != process.start_time || stat.ended() => Liveness::Gone,
+        Ok(_) => Liveness::Alive,
+        Err(e) if stat::says_absent(&e) => match pid_exists(process.pid) {
+            // Without /proc (or with hidepid) absence of the file proves nothing; the pid's own does.
+            Ok(false) => Liveness::Gone,
+            Ok(true) => match stat::read(process.pid) {
+                // Somebody took the number between the two looks.
+                Ok(stat) if stat.start_time != process.start_time || stat.ended() => Liveness::Gone,
+                Ok(_) => Liveness::Alive,
+                Err(e) => Liveness::Unknown(format!("pid {} exists, but its stat: {e}", process.pid)),
+            },
+            Err(e) => Liveness::Unknown(format!("kill({}, 0): {e}", process.pid)),
+        },
+        Err(e) => Liveness::Unknown(format!("/proc/{}/stat: {e}", process.pid)),
+    }
+}
+
+fn pid_exists(pid: u32) -> io::Result<bool> {
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
+        return Ok(false);
+    };
+    match rustix::process::test_kill_process(pid) {
+        Ok(()) | Err(rustix::io::Errno::PERM) => Ok(true),
+        Err(rustix::io::Errno::SRCH) => Ok(false),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// A pidfd of a recorded process: opened first, then proven to be the same process, so that the number
+/// cannot change hands in between.
+///
+/// # Errors
+/// [`ErrorClass::Refused`] if it is gone or its pid belongs to another process now.
+pub fn open(process: &ProcessIdentity) -> Result<OwnedFd, HostError> {
+    open_for("open", process)?.ok_or_else(|| {
+        let why = "it ended, or its pid belongs to another process now";
+        error::plain("open", format_args!("process {}", process.pid), ErrorClass::Refused, why)
+    })
+}
+
+/// As [`open`], but `None` if the process is gone.
+pub(crate) fn open_for(verb: &'static str, process: &ProcessIdentity) -> Result<Option<OwnedFd>, HostError> {
+    let what = format_args!("process {}", process.pid).to_string();
+    let Some(pid) = i32::try_from(process.pid).ok().and_then(Pid::from_raw) else {
+        return Ok(None);
+    };
+    let fd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(fd) => fd,
+        // EINVAL: the number is a thread's now, which no process of ours ever was.
+        Err(rustix::io::Errno::SRCH | rustix::io::Errno::INVAL) => return Ok(None),
+        Err(e) => return Err(error::os(verb, what, "pidfd_open", e.into())),
+    };
+    match liveness(process) {
+        Liveness::Alive => Ok(Some(fd)),
+        Liveness::Gone => Ok(None),
+        Liveness::Unknown(why) => Err(error::plain(verb, what, ErrorClass::Failed, why)),
+    }
+}
+
+/// Sends a signal. A process that has ended is success: a pidfd never reaches a stranger.
+///
+/// # Errors
+/// If the kernel refuses (no permission).
+pub fn signal(pidfd: BorrowedFd<'_>, signal: Signal) -> io::Result<()> {
+    match rustix::process::pidfd_send_signal(pidfd, signal) {
+        Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Waits until the process ended, at most `timeout` (zero: only looks), and reaps it if it is our child.
+/// `None`: it still runs. Who holds the pidfd of a child must call this in the end, else a zombie stays.
+///
+/// # Errors
+/// If the descriptor cannot be polled.
+pub fn wait(pidfd: BorrowedFd<'_>, timeout: Duration) -> io::Result<Option<Ended>> {
+    if !poll_until(pidfd, PollFlags::IN, Instant::now().checked_add(timeout))? {
+        return Ok(None);
+    }
+    loop {
+        let unknown = Ended { code: None, signal: None };
+        match rustix::process::waitid(WaitId::PidFd(pidfd), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
+            Ok(Some(status)) => {
+                return Ok(Some(Ended { code: status.exit_status(), signal: status.terminating_signal() }));
+            }
+            Ok(None) | Err(rustix::io::Errno::CHILD) => return Ok(Some(unknown)),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// Polls one descriptor until an event or the deadline (`None`: no deadline).
+pub(crate) fn poll_until(fd: impl AsFd, flags: PollFlags, deadline: Option<Instant>) -> io::Result<bool> {
+    loop {
+        let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+        let spec = left.map(|l| Timespec {
+            tv_sec: i64::try_from(l.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: i64::from(l.subsec_nanos()),
+        });
+        match rustix::event::poll(&mut [PollFd::new(&fd, flags)], spec.as_ref()) {
+            Ok(0) => return Ok(false),
+            Ok(_) => return Ok(true),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// Ends a process and waits until it is gone; reaps it if it is our child.
+///
+/// # Errors
+/// [`ErrorClass::Deadline`] if it still runs after `within` (a process in uninterruptible sleep).
+pub fn release(process: &ProcessIdentity, within: Duration) -> Result<(), HostError> {
+    let what = format!("process {}", process.pid);
+    let Some(pidfd) = open_for("release", process)? else {
+        return Ok(());
+    };
+    signal(pidfd.as_fd(), Signal::KILL).map_err(|e| error::os("release", &what, "SIGKILL", e))?;
+    match wait(pidfd.as_fd(), within) {
+        Ok(Some(_)) => Ok(()),
+        Ok(None) => {
+            let why = format!("still there {within:?} after SIGKILL ({})", stat::describe(process.pid));
+            Err(error::plain("release", what, ErrorClass::Deadline, why))
+        }
+        Err(e) => Err(error::os("release", what, "wait", e)),
+    }
+}
+
+/// A word or two on a process for an operator: its name and state letter.
+#[must_use]
+pub fn describe(pid: u32) -> String {
+    stat::describe(pid)
+}
