@@ -1,2 +1,41 @@
-//! Placeholder.
-fn main() {}
+//! Repository chores. `cargo xtask check` is what a commit must pass. Nothing here ships.
+
+mod check;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Repository chores of hearth")]
+struct Args {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// Format, lints, crate direction, kernel access, paths and links in documents, scripts.
+    Check {
+        /// Without clippy, which takes by far the longest.
+        #[arg(long)]
+        fast: bool,
+        /// Checkout to look at; this one by default.
+        #[arg(long, value_name = "DIR")]
+        root: Option<PathBuf>,
+    },
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let Chore::Check { fast, root } = Args::parse().chore;
+    let root = root.unwrap_or_else(own_checkout);
+    let good = check::run(&root, fast)?;
+    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The checkout this program was built from.
+fn own_checkout() -> PathBuf {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.parent().unwrap_or(package).to_path_buf()
+}

@@ -6,8 +6,8 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::process::{Liveness, ProcessIdentity};
 use crate::network::SlotIndex;
+use crate::process::{Liveness, ProcessIdentity};
 use crate::resource::{Kind, Resource};
 
 /// A host resource could not be seen, made or released.

@@ -57,6 +57,4 @@ impl Kernel {
     pub const FILE: &str = "kernel.json";
     /// ELF file name.
     pub const ELF: &str = "vmlinux";
-    /// Initramfs with the guest agent of this build and the kernel's modules.
-    pub const INITRAMFS: &str = "initramfs.cpio";
 }

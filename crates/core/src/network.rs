@@ -19,6 +19,8 @@ pub const TAP_PREFIX_LEN: u8 = 30;
 pub const GUEST_MAC: &str = "06:00:ac:10:00:02";
 /// The tap's name inside the namespace.
 pub const TAP_NAME: &str = "tap0";
+/// Where named network namespaces are bound (ip-netns(8)).
+pub const NETNS_DIR: &str = "/run/netns";
 /// The inner veth end's name inside the namespace.
 pub const UPLINK_NAME: &str = "uplink";
 
@@ -177,6 +179,12 @@ impl SlotLayout {
         format!("hearth-{}-{n}", self.instance)
     }
 
+    /// The file its namespace is bound on.
+    #[must_use]
+    pub fn netns_path(&self, n: SlotIndex) -> std::path::PathBuf {
+        std::path::Path::new(NETNS_DIR).join(self.netns(n))
+    }
+
     /// The host veth's name.
     #[must_use]
     pub fn veth(&self, n: SlotIndex) -> String {
@@ -246,7 +254,9 @@ mod tests {
     #[test]
     fn names_outside_the_grammar_are_not_ours() {
         let l = layout();
-        for name in ["hearth-a-0", "hearth-a-07", "hearth-a-1-2", "hearth-b-1", "hearth-a-99999", "ns-7", "hearth-a-"] {
+        for name in
+            ["hearth-a-0", "hearth-a-07", "hearth-a-1-2", "hearth-b-1", "hearth-a-99999", "ns-7", "hearth-a-"]
+        {
             assert_eq!(l.slot_of_netns(name), None, "{name}");
         }
         for name in ["hth", "hth0", "hth01", "hthx", "eth1", "hth+1"] {

@@ -25,15 +25,8 @@ pub enum Step {
 
 impl Step {
     /// All steps in order of creation.
-    pub const ALL: [Step; 7] = [
-        Step::Record,
-        Step::RunDirectory,
-        Step::Disk,
-        Step::Slot,
-        Step::Cgroup,
-        Step::Shim,
-        Step::Boot,
-    ];
+    pub const ALL: [Step; 7] =
+        [Step::Record, Step::RunDirectory, Step::Disk, Step::Slot, Step::Cgroup, Step::Shim, Step::Boot];
 
     /// The word for it, as in failpoint names and progress lines.
     #[must_use]

@@ -1,6 +1,12 @@
 //! One binary: `serve` is the node daemon, `shim` runs one microVM, everything else is the operator's tool
-//! and client.
+//! and client. No runtime is started here: the shim must build its own on the main thread, since the VMM
+//! dies with the thread that started it.
+
+mod cli;
+mod config;
+mod serve;
+mod shim;
 
 fn main() -> std::process::ExitCode {
-    std::process::ExitCode::SUCCESS
+    cli::main()
 }

@@ -48,7 +48,12 @@ pub(crate) fn os(verb: &'static str, what: impl Display, doing: impl Display, er
 }
 
 /// A failure without a kernel error behind it.
-pub(crate) fn plain(verb: &'static str, what: impl Display, class: ErrorClass, why: impl Display) -> HostError {
+pub(crate) fn plain(
+    verb: &'static str,
+    what: impl Display,
+    class: ErrorClass,
+    why: impl Display,
+) -> HostError {
     HostError { verb, what: what.to_string(), why: why.to_string(), class, source: None }
 }
 

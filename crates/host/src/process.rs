@@ -1,8 +1,9 @@
 //! Processes: who one is, whether it still runs, how to signal it and to wait for its end. A pid is never
 //! trusted alone: the start time and the boot id go with it, and signals go through a pidfd.
 //!
-//! Starting one is in [`spawn`].
+//! Starting one is in [`mod@spawn`].
 
+mod child;
 pub mod spawn;
 mod stat;
 
@@ -102,23 +103,43 @@ pub fn open(process: &ProcessIdentity) -> Result<OwnedFd, HostError> {
     })
 }
 
-/// As [`open`], but `None` if the process is gone.
-pub(crate) fn open_for(verb: &'static str, process: &ProcessIdentity) -> Result<Option<OwnedFd>, HostError> {
-    let what = format_args!("process {}", process.pid).to_string();
-    let Some(pid) = i32::try_from(process.pid).ok().and_then(Pid::from_raw) else {
+/// As [`open`], but `None` if the process is gone or is a zombie.
+fn open_for(verb: &'static str, process: &ProcessIdentity) -> Result<Option<OwnedFd>, HostError> {
+    let fd = pidfd(verb, process.pid)?;
+    match liveness(process) {
+        Liveness::Alive => Ok(fd),
+        Liveness::Gone => Ok(None),
+        Liveness::Unknown(why) => {
+            Err(error::plain(verb, format_args!("process {}", process.pid), ErrorClass::Failed, why))
+        }
+    }
+}
+
+/// Whoever has this pid now.
+fn pidfd(verb: &'static str, pid: u32) -> Result<Option<OwnedFd>, HostError> {
+    let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
         return Ok(None);
     };
-    let fd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
-        Ok(fd) => fd,
+    match rustix::process::pidfd_open(raw, PidfdFlags::empty()) {
+        Ok(fd) => Ok(Some(fd)),
         // EINVAL: the number is a thread's now, which no process of ours ever was.
-        Err(rustix::io::Errno::SRCH | rustix::io::Errno::INVAL) => return Ok(None),
-        Err(e) => return Err(error::os(verb, what, "pidfd_open", e.into())),
-    };
-    match liveness(process) {
-        Liveness::Alive => Ok(Some(fd)),
-        Liveness::Gone => Ok(None),
-        Liveness::Unknown(why) => Err(error::plain(verb, what, ErrorClass::Failed, why)),
+        Err(rustix::io::Errno::SRCH | rustix::io::Errno::INVAL) => Ok(None),
+        Err(e) => Err(error::os(verb, format_args!("process {pid}"), "pidfd_open", e.into())),
     }
+}
+
+/// If it ended and is still our unreaped child, reaps it.
+fn reap_zombie(process: &ProcessIdentity) -> Result<(), HostError> {
+    let Some(fd) = pidfd("release", process.pid)? else {
+        return Ok(());
+    };
+    let same = boot_id().is_ok_and(|b| b == process.boot_id)
+        && stat::read(process.pid).is_ok_and(|s| s.start_time == process.start_time && s.ended());
+    if same {
+        wait(fd.as_fd(), Duration::ZERO)
+            .map_err(|e| error::os("release", format_args!("process {}", process.pid), "reap", e))?;
+    }
+    Ok(())
 }
 
 /// Sends a signal. A process that has ended is success: a pidfd never reaches a stranger.
@@ -178,7 +199,7 @@ pub(crate) fn poll_until(fd: impl AsFd, flags: PollFlags, deadline: Option<Insta
 pub fn release(process: &ProcessIdentity, within: Duration) -> Result<(), HostError> {
     let what = format!("process {}", process.pid);
     let Some(pidfd) = open_for("release", process)? else {
-        return Ok(());
+        return reap_zombie(process);
     };
     signal(pidfd.as_fd(), Signal::KILL).map_err(|e| error::os("release", &what, "SIGKILL", e))?;
     match wait(pidfd.as_fd(), within) {
@@ -195,4 +216,10 @@ pub fn release(process: &ProcessIdentity, within: Duration) -> Result<(), HostEr
 #[must_use]
 pub fn describe(pid: u32) -> String {
     stat::describe(pid)
+}
+
+/// The name of the process that has `pid` now (at most 15 bytes), for messages.
+#[must_use]
+pub fn comm(pid: u32) -> Option<String> {
+    stat::read(pid).ok().map(|s| s.comm)
 }

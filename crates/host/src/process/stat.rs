@@ -24,7 +24,9 @@ impl Stat {
 
 pub(super) fn read(pid: u32) -> io::Result<Stat> {
     let bytes = std::fs::read(format!("/proc/{pid}/stat"))?;
-    parse(&bytes).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is not understood")))
+    parse(&bytes).ok_or_else(|| {
+        io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is not understood"))
+    })
 }
 
 /// Whether this error of [`read`] says that there is no such process: the directory is gone, or the process
@@ -71,6 +73,6 @@ mod tests {
     #[test]
     fn absence_is_told_from_other_errors() {
         assert!(says_absent(&read(u32::MAX).unwrap_err()));
-        assert_eq!(read(std::process::id()).unwrap().state.is_alphabetic(), true);
+        assert!(!read(std::process::id()).unwrap().ended());
     }
 }

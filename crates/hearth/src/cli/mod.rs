@@ -1,0 +1,225 @@
+//! The command line: parses it, runs one subcommand, turns its end into output and an exit code. Nothing here
+//! touches the host; that is the daemon's work, and for templates and kernels the engine's library's.
+
+mod client;
+mod configured;
+mod creating;
+mod error;
+mod exec;
+mod images;
+mod out;
+mod parse;
+mod preflight;
+mod progress;
+mod run;
+mod sandboxes;
+mod signals;
+mod stdio;
+mod stream;
+mod terminal;
+mod view;
+
+use std::ffi::OsString;
+use std::future::Future;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+use error::CliError;
+
+const EXAMPLES: &str = "\
+Examples:
+  hearth serve                        start the daemon (as root)
+  hearth run base -- uname -a         run a command in a fresh sandbox
+  hearth run --standalone base -- ls  the same without a daemon
+  hearth preflight                    see whether this host can run sandboxes
+
+Exit codes: 0 ok; 1 failed, or a check found something; 2 wrong usage or input;
+3 no daemon answers. `run` and `exec` return the code of the command.";
+
+/// Firecracker microVM sandboxes that leave nothing behind.
+#[derive(Debug, Parser)]
+#[command(name = "hearth", version, after_help = EXAMPLES, max_term_width = 110)]
+#[command(arg_required_else_help = true, disable_help_subcommand = true)]
+struct Cli {
+    /// Address of the daemon, if neither HEARTH_ADDR nor 127.0.0.1:5008
+    #[arg(long, global = true, value_name = "ADDR:PORT")]
+    addr: Option<String>,
+    /// Print one JSON object or array, errors too
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the node daemon
+    #[command(after_help = configured::SERVE_EXAMPLES)]
+    Serve(Box<configured::ServeArgs>),
+    /// Run a command in a fresh sandbox and remove the sandbox
+    #[command(after_help = run::EXAMPLES)]
+    Run(Box<run::RunArgs>),
+    /// Create a sandbox and print its name
+    #[command(
+        after_help = "Examples:\n  hearth create base\n  hearth create --name web-1 --memory 1G --timeout 2h base"
+    )]
+    Create(sandboxes::CreateArgs),
+    /// List sandboxes
+    #[command(
+        visible_alias = "list",
+        after_help = "Examples:\n  hearth ls\n  hearth ls --json | jq -r '.[].name'"
+    )]
+    Ls,
+    /// Show all that is known of a sandbox, as JSON
+    #[command(after_help = "Examples:\n  hearth inspect web-1\n  hearth inspect web-1 | jq .resources")]
+    Inspect(sandboxes::InspectArgs),
+    /// Run a command in a sandbox
+    #[command(after_help = exec::EXAMPLES)]
+    Exec(exec::ExecArgs),
+    /// Print a sandbox's console
+    #[command(after_help = "Examples:\n  hearth logs web-1\n  hearth logs -f web-1")]
+    Logs(sandboxes::LogsArgs),
+    /// Delete sandboxes; ends when everything they owned is gone
+    #[command(after_help = "Examples:\n  hearth rm web-1 web-2\n  hearth rm --all")]
+    Rm(sandboxes::RmArgs),
+    /// Make, list and remove templates (as root, no daemon needed)
+    #[command(subcommand)]
+    Template(images::TemplateCommand),
+    /// Import, list and remove guest kernels (as root, no daemon needed)
+    #[command(subcommand)]
+    Kernel(images::KernelCommand),
+    /// Check whether this host can run sandboxes, and say what to do
+    #[command(after_help = preflight::EXAMPLES)]
+    Preflight(preflight::PreflightArgs),
+    /// Print a completion script for a shell
+    #[command(
+        after_help = "Examples:\n  hearth completions bash > /etc/bash_completion.d/hearth\n  hearth completions zsh > ~/.zfunc/_hearth\n  hearth completions fish > ~/.config/fish/completions/hearth.fish"
+    )]
+    Completions {
+        /// Which shell
+        #[arg(value_parser = ["bash", "zsh", "fish"])]
+        shell: String,
+    },
+    /// Run one microVM; started by the daemon
+    #[command(hide = true)]
+    Shim {
+        /// The sandbox's run directory
+        #[arg(long)]
+        dir: PathBuf,
+    },
+}
+
+/// What all client commands are told.
+#[derive(Debug, Clone)]
+struct Context {
+    addr: String,
+    json: bool,
+}
+
+/// Everything `main` does.
+pub(crate) fn main() -> ExitCode {
+    let args: Vec<OsString> = std::env::args_os().collect();
+    let cli = match Cli::try_parse_from(&args) {
+        Ok(cli) => cli,
+        Err(e) => return refuse(&e, &args),
+    };
+    let context = Context { addr: client::address(cli.addr.as_deref()), json: cli.json };
+    let result = match (&cli.addr, cli.command) {
+        (Some(_), Command::Serve(_)) => {
+            let why = "--addr names a daemon to clients";
+            Err(CliError::usage("serve", why).todo("use --listen for the address to serve on"))
+        }
+        (_, command) => dispatch(command, &context),
+    };
+    match result {
+        Ok(code) => code,
+        Err(e) => {
+            e.report(context.json);
+            ExitCode::from(e.code)
+        }
+    }
+}
+
+fn dispatch(command: Command, context: &Context) -> Result<ExitCode, CliError> {
+    let code = match command {
+        Command::Serve(args) => return configured::serve(&args, context),
+        Command::Shim { dir } => {
+            return crate::shim::run(&dir).map_err(|e| CliError::failed("shim", format!("{e:#}")));
+        }
+        Command::Completions { shell } => completions(&shell),
+        Command::Run(args) => run::run(&args, context),
+        Command::Create(args) => block_on(sandboxes::create(args, context)),
+        Command::Ls => block_on(sandboxes::ls(context)),
+        Command::Inspect(args) => block_on(sandboxes::inspect(args, context)),
+        Command::Exec(args) => block_on(exec::run(args, context)),
+        Command::Logs(args) => block_on(sandboxes::logs(args, context)),
+        Command::Rm(args) => block_on(sandboxes::rm(args, context)),
+        Command::Template(command) => block_on(images::template(command, context)),
+        Command::Kernel(command) => block_on(images::kernel(command, context)),
+        Command::Preflight(args) => preflight::run(&args, context),
+    };
+    code.map(ExitCode::from)
+}
+
+fn block_on(work: impl Future<Output = Result<u8, CliError>>) -> Result<u8, CliError> {
+    let runtime = runtime()?;
+    let result = runtime.block_on(work);
+    // All that matters was awaited; a name look-up that still blocks must not hold us up.
+    runtime.shutdown_background();
+    result
+}
+
+fn runtime() -> Result<tokio::runtime::Runtime, CliError> {
+    tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| CliError::failed("cannot start", e.to_string()))
+}
+
+fn completions(shell: &str) -> Result<u8, CliError> {
+    let shell: clap_complete::Shell = shell.parse().map_err(|e: String| CliError::usage("completions", e))?;
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "hearth", &mut script);
+    out::print(&String::from_utf8_lossy(&script))?;
+    Ok(error::OK)
+}
+
+/// Usage errors, `--help` and `--version`.
+fn refuse(e: &clap::Error, args: &[OsString]) -> ExitCode {
+    if !e.use_stderr() {
+        // Help is what was asked for. If nobody reads it, nobody misses it.
+        drop(e.print());
+        return ExitCode::SUCCESS;
+    }
+    // Parsing failed, so the flag is looked for by hand, and not in a command behind `--`.
+    let json = args.iter().take_while(|a| *a != "--").any(|a| a == "--json");
+    if json {
+        let text = e.render().to_string();
+        let text = text.trim().strip_prefix("error: ").unwrap_or(text.trim());
+        CliError::usage("usage", text).report(true);
+    } else {
+        drop(e.print());
+    }
+    ExitCode::from(error::USAGE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_command_needs_no_dashes_and_may_have_them() {
+        for line in ["run base --cpus 2 -- ls -l", "run --cpus 2 base ls -l", "run base --cpus 2 ls -l"] {
+            let cli = Cli::try_parse_from(std::iter::once("hearth").chain(line.split(' '))).unwrap();
+            let text = format!("{:?}", cli.command);
+            assert!(text.contains(r#"argv: ["ls", "-l"]"#) && text.contains("cpus: 2"), "{line}: {text}");
+        }
+    }
+}

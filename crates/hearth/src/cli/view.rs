@@ -1,0 +1,169 @@
+//! Sandboxes as JSON and as a table.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use comfy_table::{Cell, Color, ContentArrangement, Table};
+use hearth_api::v1::Sandbox;
+use serde_json::{Value, json};
+
+use super::out;
+
+/// A sandbox as JSON.
+pub(super) fn sandbox(s: &Sandbox) -> Value {
+    json!({
+        "id": s.id,
+        "name": s.name,
+        "template": s.template,
+        "state": s.state,
+        "created_at_ms": s.created_at_ms,
+        "ends_at_ms": (s.ends_at_ms != 0).then_some(s.ends_at_ms),
+        "cpus": s.cpus,
+        "memory_mib": s.memory_mib,
+        "disk_mib": s.disk_mib,
+        "net": s.net,
+        "vmm": s.vmm,
+        "slot": (s.slot != 0).then_some(s.slot),
+        "address": (!s.address.is_empty()).then_some(&s.address),
+        "shim_pid": (s.shim_pid != 0).then_some(s.shim_pid),
+        "stuck": (!s.stuck.is_empty()).then_some(&s.stuck),
+        "resources": s.resources,
+        "steps": steps(s),
+    })
+}
+
+/// Step → milliseconds.
+pub(super) fn steps(s: &Sandbox) -> Value {
+    let ms = |micros: u64| json!(std::time::Duration::from_micros(micros).as_secs_f64() * 1e3);
+    Value::Object(s.steps.iter().map(|t| (t.step.clone(), ms(t.micros))).collect())
+}
+
+/// Milliseconds since the Unix epoch.
+pub(super) fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// A span in its largest unit: `45s`, `3m`, `2h`, `5d`.
+pub(super) fn span(ms: u64) -> String {
+    match ms / 1000 {
+        s @ 0..60 => format!("{s}s"),
+        s @ 60..3600 => format!("{}m", s / 60),
+        s @ 3600..86_400 => format!("{}h", s / 3600),
+        s => format!("{}d", s / 86_400),
+    }
+}
+
+/// Bytes with a unit, one decimal.
+pub(super) fn bytes(n: u64) -> String {
+    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+    let mut unit = 0;
+    let mut tenths = n.saturating_mul(10) / 1024;
+    while tenths >= 10_240 && unit < UNITS.len() - 1 {
+        tenths /= 1024;
+        unit += 1;
+    }
+    format!("{}.{} {}", tenths / 10, tenths % 10, UNITS[unit])
+}
+
+/// The table of `hearth ls`.
+pub(super) fn sandboxes(list: &[Sandbox], width: Option<u16>) -> String {
+    let now = now_ms();
+    let header = ["NAME", "ID", "TEMPLATE", "STATE", "VMM", "AGE", "ENDS", "ADDRESS"];
+    let rows: Vec<Vec<String>> = list
+        .iter()
+        .map(|s| {
+            let ends = match s.ends_at_ms {
+                0 => "-".to_owned(),
+                at => span(at.saturating_sub(now)),
+            };
+            let address = if s.address.is_empty() { "-".to_owned() } else { s.address.clone() };
+            vec![
+                s.name.clone(),
+                s.id.clone(),
+                s.template.clone(),
+                s.state.clone(),
+                s.vmm.clone(),
+                span(now.saturating_sub(s.created_at_ms)),
+                ends,
+                address,
+            ]
+        })
+        .collect();
+    // On a narrow terminal whole columns go, the least needed first: a wrapped table cannot be read.
+    const LEAST_NEEDED: [&str; 5] = ["ID", "VMM", "TEMPLATE", "ADDRESS", "ENDS"];
+    let mut shown: Vec<usize> = (0..header.len()).collect();
+    for name in LEAST_NEEDED {
+        if width.is_some_and(|w| usize::from(w) < needed(&header, &rows, &shown)) {
+            shown.retain(|&i| header[i] != name);
+        }
+    }
+    let head: Vec<&str> = shown.iter().map(|&i| header[i]).collect();
+    let pick = |row: &Vec<String>| shown.iter().map(|&i| row[i].clone()).collect();
+    table(&head, rows.iter().map(pick))
+}
+
+fn needed(header: &[&str], rows: &[Vec<String>], shown: &[usize]) -> usize {
+    let column = |i: usize| rows.iter().map(|r| r[i].len()).max().unwrap_or(0).max(header[i].len());
+    shown.iter().map(|&i| column(i) + GAP).sum::<usize>().saturating_sub(GAP)
+}
+
+const GAP: usize = 2;
+
+/// A table without borders. Words that mean trouble are red, those that ask for a look yellow.
+pub(super) fn table(header: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
+    let colour = out::colour();
+    let mut table = Table::new();
+    table.load_preset(comfy_table::presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
+    if colour {
+        table.enforce_styling();
+    } else {
+        table.force_no_tty();
+    }
+    table.set_header(header.iter().copied());
+    for row in rows {
+        table.add_row(row.into_iter().map(|text| match text.as_str() {
+            "stuck" | "fail" => Cell::new(text).fg(Color::Red),
+            "warn" | "exited" => Cell::new(text).fg(Color::Yellow),
+            "ok" | "running" => Cell::new(text).fg(Color::Green),
+            _ => Cell::new(text),
+        }));
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    table.lines().map(|line| format!("{}\n", line.trim_end())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn one() -> Sandbox {
+        Sandbox {
+            id: "abcdefghijkmnpqr".into(),
+            name: "sb-0123456789".into(),
+            template: "base".into(),
+            state: "running".into(),
+            vmm: "firecracker".into(),
+            address: "10.12.255.255".into(),
+            created_at_ms: now_ms() - 5_000,
+            ..Sandbox::default()
+        }
+    }
+
+    #[test]
+    fn the_list_fits_80_columns_without_wrapping() {
+        let text = sandboxes(&[one()], Some(80));
+        assert!(text.lines().all(|l| l.len() <= 80), "{text}");
+        assert_eq!(text.lines().count(), 2);
+        assert!(text.contains("sb-0123456789") && text.contains("10.12.255.255"));
+        assert!(sandboxes(&[one()], None).contains("abcdefghijkmnpqr"));
+    }
+
+    #[test]
+    fn spans_and_sizes() {
+        assert_eq!([span(0), span(61_000), span(7_200_000), span(200_000_000)], ["0s", "1m", "2h", "2d"]);
+        assert_eq!(bytes(1536 << 20), "1.5 GiB");
+        assert_eq!(bytes(0), "0.0 KiB");
+    }
+}

@@ -1,0 +1,128 @@
+//! The list of configuration keys. Flag `--network-cidr`, variable `HEARTH_NETWORK_CIDR` and the TOML key
+//! `cidr` in `[network]` are one entry here: a key added to it has all three.
+
+use super::value::{ConfigValue, Given};
+use super::{Config, ReclaimMode, ReconcileAction, ShutdownMode, VmmChoice};
+use super::{NetworkConfig, ReclaimConfig, ReconcileConfig, ShutdownConfig};
+
+/// One configuration key.
+pub(crate) struct Key {
+    /// Section and name, `network.cidr`.
+    pub(crate) name: &'static str,
+    /// What stands for the value in help.
+    pub(crate) placeholder: &'static str,
+    /// One line of help.
+    pub(crate) help: &'static str,
+    pub(super) set: fn(&mut Config, Given<'_>) -> Result<(), String>,
+    pub(super) get: fn(&Config) -> Option<toml::Value>,
+}
+
+impl std::fmt::Debug for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+impl Key {
+    /// The section, empty for the top level.
+    pub(crate) fn section(&self) -> &'static str {
+        self.name.split_once('.').map_or("", |(section, _)| section)
+    }
+
+    /// The name inside the section.
+    pub(crate) fn leaf(&self) -> &'static str {
+        self.name.split_once('.').map_or(self.name, |(_, leaf)| leaf)
+    }
+
+    /// The flag without its dashes: `network-cidr`.
+    pub(crate) fn flag(&self) -> String {
+        self.name.replace(['.', '_'], "-")
+    }
+
+    /// Whether help and listings leave it out while it is not set.
+    pub(crate) fn hidden(&self) -> bool {
+        self.section() == "test"
+    }
+
+    /// The environment variable: `HEARTH_NETWORK_CIDR`.
+    pub(crate) fn variable(&self) -> String {
+        format!("HEARTH_{}", self.name.replace('.', "_").to_ascii_uppercase())
+    }
+}
+
+macro_rules! key {
+    ($name:literal, $placeholder:literal, $($field:ident).+, $help:literal) => {
+        Key {
+            name: $name,
+            placeholder: $placeholder,
+            help: $help,
+            set: |config, given| {
+                config.$($field).+ = ConfigValue::read(given)?;
+                Ok(())
+            },
+            get: |config| config.$($field).+.write(),
+        }
+    };
+}
+
+/// All keys, in the order they are shown.
+pub(crate) static KEYS: &[Key] = &[
+    key!("instance", "NAME", instance, "Name of this daemon; tags every host resource it makes"),
+    key!("listen", "ADDR:PORT", listen, "Address for gRPC and HTTP; not loopback only with a token"),
+    key!("state_dir", "DIR", state_dir, "Records, disks, templates, kernels"),
+    key!("run_dir", "DIR", run_dir, "Sockets, FIFOs, logs"),
+    key!("vmm", "VMM", vmm, "auto, firecracker or qemu, for sandboxes that do not say"),
+    key!("firecracker", "FILE", firecracker, "Firecracker's program, if not in PATH"),
+    key!("qemu", "FILE", qemu, "QEMU's program, if not in PATH"),
+    key!("guest", "FILE", guest, "The guest agent, if not the one that came with hearth"),
+    key!("token", "SECRET", token, "What clients must send; better in the file or HEARTH_TOKEN than here"),
+    key!("network.veth_prefix", "PREFIX", network.veth_prefix, "First part of host link names"),
+    key!("network.cidr", "CIDR", network.cidr, "IPv4 network of the slots, two addresses each"),
+    key!("network.slot_pool", "N", network.slot_pool, "Prepared slots kept ready"),
+    key!("network.dns", "IP,…", network.dns, "Name servers of guests"),
+    key!("reclaim.mode", "MODE", reclaim.mode, "background, blocking or off: when leftovers are released"),
+    key!("reclaim.parallelism", "N", reclaim.parallelism, "Releases at once"),
+    key!("reclaim.budget_seconds", "N", reclaim.budget_seconds, "Time for blocking mode; 0: no limit"),
+    key!("reclaim.budget_count", "N", reclaim.budget_count, "Leftovers for blocking mode; 0: no limit"),
+    key!("reclaim.grace_seconds", "N", reclaim.grace_seconds, "Least age of what is released"),
+    key!("reconcile.interval_seconds", "N", reconcile.interval_seconds, "Time between reconcile passes"),
+    key!("reconcile.action", "ACTION", reconcile.action, "clean or report"),
+    key!("shutdown.mode", "MODE", shutdown.mode, "detach, drain or kill: sandboxes when the daemon stops"),
+    key!("shutdown.drain_seconds", "N", shutdown.drain_seconds, "How long drain waits"),
+    key!("test.failpoints", "STEP=ACTION,…", failpoints, "Faults on purpose"),
+    key!("test.process_vmm", "BOOL", process_vmm, "Allow the VMM `process`, which isolates nothing"),
+];
+
+impl Default for Config {
+    /// The values of DESIGN §9.
+    fn default() -> Self {
+        Self {
+            instance: "default".parse().expect("the default instance is a name"),
+            listen: std::net::SocketAddr::from(([127, 0, 0, 1], 5008)),
+            state_dir: "/var/lib/hearth".into(),
+            run_dir: "/run/hearth".into(),
+            vmm: VmmChoice::Auto,
+            firecracker: None,
+            qemu: None,
+            guest: None,
+            token: None,
+            network: NetworkConfig {
+                veth_prefix: "hth".parse().expect("the default prefix is a prefix"),
+                cidr: "10.12.0.0/16".parse().expect("the default network is a network"),
+                slot_pool: 8,
+                dns: vec![[1, 1, 1, 1].into(), [8, 8, 8, 8].into()],
+            },
+            reclaim: ReclaimConfig {
+                mode: ReclaimMode::Background,
+                parallelism: 16,
+                budget_seconds: 0,
+                budget_count: 0,
+                grace_seconds: 15,
+            },
+            reconcile: ReconcileConfig { interval_seconds: 30, action: ReconcileAction::Clean },
+            shutdown: ShutdownConfig { mode: ShutdownMode::Detach, drain_seconds: 600 },
+            failpoints: Default::default(),
+            process_vmm: false,
+        }
+    }
+}

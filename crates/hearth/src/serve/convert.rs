@@ -1,0 +1,81 @@
+//! Between the engine's values and the messages of the API.
+
+use std::time::Duration;
+
+use hearth_api::v1;
+use hearth_core::host::Host;
+use hearth_core::image::Template;
+use hearth_node::{Engine, EngineError, View};
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt as _};
+
+/// When a client may ask a starting node again.
+const RETRY_AFTER: Duration = Duration::from_millis(500);
+
+/// The status of an engine error.
+pub(crate) fn status(e: &EngineError) -> Status {
+    let code = match e {
+        EngineError::Starting(_) => {
+            let details = ErrorDetails::with_retry_info(Some(RETRY_AFTER));
+            return Status::with_error_details(Code::Unavailable, e.to_string(), details);
+        }
+        EngineError::Closed(_) | EngineError::Gone(_) => Code::Unavailable,
+        EngineError::Invalid(_) => Code::InvalidArgument,
+        EngineError::NotFound(_) => Code::NotFound,
+        EngineError::AlreadyExists(_) => Code::AlreadyExists,
+        EngineError::Exhausted(_) => Code::ResourceExhausted,
+        EngineError::Precondition(_) | EngineError::Stuck { .. } => Code::FailedPrecondition,
+        EngineError::Cancelled(_) => Code::Cancelled,
+        EngineError::Step { .. } | EngineError::Failed(_) => Code::Internal,
+    };
+    Status::new(code, e.to_string())
+}
+
+/// A sandbox for clients.
+pub(crate) fn sandbox<H: Host>(view: &View, engine: &Engine<H>) -> v1::Sandbox {
+    let record = &view.record;
+    let layout = &engine.config().layout;
+    v1::Sandbox {
+        id: record.id.to_string(),
+        name: record.name.to_string(),
+        template: record.spec.template.to_string(),
+        state: view.state.to_string(),
+        created_at_ms: record.created_at_ms,
+        ends_at_ms: record.ends_at_ms.unwrap_or(0),
+        cpus: record.spec.cpus,
+        memory_mib: record.spec.memory_mib,
+        disk_mib: record.spec.disk_mib,
+        net: record.spec.net,
+        vmm: record.spec.vmm.to_string(),
+        slot: record.slot.map_or(0, |s| s.get()),
+        address: record.slot.map(|s| layout.sandbox_address(s).to_string()).unwrap_or_default(),
+        shim_pid: record.shim.as_ref().map_or(0, |p| p.pid),
+        stuck: record.stuck.clone().unwrap_or_default(),
+        resources: record.resources.iter().map(ToString::to_string).collect(),
+        steps: view
+            .steps
+            .iter()
+            .map(|(step, took)| v1::StepTime {
+                step: step.to_string(),
+                micros: u64::try_from(took.as_micros()).unwrap_or(u64::MAX),
+            })
+            .collect(),
+    }
+}
+
+/// A template for clients.
+pub(crate) fn template(t: &Template) -> v1::Template {
+    v1::Template {
+        name: t.name.to_string(),
+        kernel: t.kernel.to_string(),
+        rootfs: t.rootfs,
+        rootfs_bytes: t.rootfs_bytes,
+        source: t.source.clone(),
+        created_at_ms: t.created_at_ms,
+    }
+}
+
+/// A name from a client.
+pub(crate) fn parse<T: std::str::FromStr<Err: std::fmt::Display>>(text: &str) -> Result<T, EngineError> {
+    text.parse().map_err(|e: T::Err| EngineError::Invalid(e.to_string()))
+}

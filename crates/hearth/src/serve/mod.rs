@@ -1,0 +1,304 @@
+//! `hearth serve`: takes the lock, binds the port, then starts the engine. From the bind on every question
+//! is answered, if only with "starting" and the reason.
+
+mod convert;
+mod front;
+mod logs;
+mod node;
+mod sandboxes;
+mod standalone;
+mod status;
+mod templates;
+pub(crate) mod vmms;
+
+use std::net::{SocketAddr, TcpListener};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context as _, bail};
+use hearth_api::v1::node_service_server::NodeServiceServer;
+use hearth_api::v1::sandbox_service_server::SandboxServiceServer;
+use hearth_api::v1::template_service_server::TemplateServiceServer;
+use hearth_core::host::Host;
+use hearth_host::facts;
+use hearth_host::kernel_host::{HostConfig, KernelHost};
+use hearth_host::lock::InstanceLock;
+use hearth_node::{Engine, EngineConfig, EngineError, Phase};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::task::TaskTracker;
+use tonic_health::pb::health_server::{Health, HealthServer};
+
+use crate::config::{Config, ShutdownMode};
+use front::{Front, HealthSource};
+use status::{Status, StatusCell};
+
+pub(crate) use standalone::Standalone;
+
+/// How long the release of one resource may take before a sandbox counts as stuck.
+const RELEASE_DEADLINE: Duration = Duration::from_secs(10);
+/// How long a guest may take to be ready: plain emulation on a loaded machine needs tens of seconds.
+const BOOT_DEADLINE: Duration = Duration::from_secs(180);
+/// Console log of one sandbox: two parts of this size.
+const CONSOLE_CAP_BYTES: u64 = 1024 * 1024;
+/// Threads of the engine; host calls have threads of their own.
+const WORKERS: usize = 2;
+
+/// What the services share.
+pub(crate) struct Node<H> {
+    pub(crate) engine: Arc<Engine<H>>,
+    pub(crate) status: StatusCell,
+    pub(crate) started_at_ms: u64,
+    /// The engine's runtime.
+    runtime: tokio::runtime::Handle,
+    tasks: TaskTracker,
+}
+
+impl<H: Host> Node<H> {
+    /// Runs a task on the engine's runtime; it is joined when the daemon ends.
+    pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        drop(self.tasks.spawn_on(task, &self.runtime));
+    }
+
+    /// Runs a call on the engine's runtime. It goes on when the caller goes away.
+    pub(crate) async fn call<T: Send + 'static>(
+        &self,
+        call: impl Future<Output = Result<T, EngineError>> + Send + 'static,
+    ) -> Result<T, tonic::Status> {
+        match self.tasks.spawn_on(call, &self.runtime).await {
+            Ok(result) => result.map_err(|e| convert::status(&e)),
+            Err(e) => Err(tonic::Status::internal(format!("the call's task failed: {e}"))),
+        }
+    }
+}
+
+/// Runs the daemon until a signal ends it.
+///
+/// # Errors
+/// If the instance is taken, the port cannot be bound or the configuration does not fit the host.
+pub(crate) fn run(config: &Config) -> anyhow::Result<ExitCode> {
+    let lock = InstanceLock::acquire(&config.instance_run_dir())?;
+    let daemon = Daemon::start(config)?;
+    tracing::info!(listen = %daemon.address, instance = %config.instance, pid = std::process::id(), "listening");
+    let mut phase = daemon.node.engine.phase();
+    let ended = daemon.runtime.block_on(async {
+        let mut term = signal(SignalKind::terminate())?;
+        let mut int = signal(SignalKind::interrupt())?;
+        anyhow::Ok(tokio::select! {
+            _ = term.recv() => Ok("SIGTERM"),
+            _ = int.recv() => Ok("SIGINT"),
+            failed = phase.wait_for(|p| matches!(p, Phase::Failed(_))) => Err(match failed.as_deref() {
+                Ok(Phase::Failed(why)) => why.clone(),
+                _ => "the engine is gone".to_owned(),
+            }),
+        })
+    })?;
+    match ended {
+        Ok(signal) => {
+            daemon.end(config, signal);
+            drop(lock);
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(why) => {
+            daemon.end(config, "the start failed");
+            drop(lock);
+            bail!("cannot start: {why}")
+        }
+    }
+}
+
+/// A running daemon, without the lock.
+struct Daemon {
+    address: SocketAddr,
+    runtime: tokio::runtime::Runtime,
+    node: Arc<Node<KernelHost>>,
+    front: Front,
+    host: Arc<KernelHost>,
+}
+
+impl Daemon {
+    fn start(config: &Config) -> anyhow::Result<Self> {
+        let listener = bind(config.listen)?;
+        let address = listener.local_addr()?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(WORKERS)
+            .thread_name("engine")
+            .enable_all()
+            .build()?;
+        let host = Arc::new(KernelHost::new(HostConfig {
+            layout: config.slot_layout(),
+            state_dir: config.instance_state_dir(),
+            run_dir: config.instance_run_dir(),
+        })?);
+        let engine = Engine::new(Arc::clone(&host), engine_config(config)?);
+        let node = Arc::new(Node {
+            engine,
+            status: StatusCell::new(),
+            started_at_ms: now_ms(),
+            runtime: runtime.handle().clone(),
+            tasks: TaskTracker::new(),
+        });
+        let front = Front::start(listener, app(Arc::clone(&node), config.token.clone()))?;
+        let starting = Arc::clone(&node);
+        let layout = config.slot_layout();
+        node.spawn(async move { start_engine(&starting, layout).await });
+        Ok(Self { address, runtime, node, front, host })
+    }
+
+    /// Ends as configured and tells what is left, if anything.
+    fn end(self, config: &Config, why: &str) {
+        let node = &self.node;
+        node.status.set(Status::Draining, format!("{why}: shutting down"));
+        node.engine.close("it is shutting down");
+        let left = self.runtime.block_on(async {
+            let mut left = match config.shutdown.mode {
+                ShutdownMode::Detach => vec![],
+                ShutdownMode::Kill => node.engine.delete_all().await,
+                ShutdownMode::Drain => {
+                    let bound = Duration::from_secs(config.shutdown.drain_seconds);
+                    tracing::info!(seconds = bound.as_secs(), "draining: waiting for sandboxes to end");
+                    if !node.engine.drained(bound).await {
+                        tracing::warn!("not drained in time; the others go on without a daemon");
+                    }
+                    vec![]
+                }
+            };
+            left.extend(node.engine.detach().await);
+            left
+        });
+        for what in left {
+            tracing::warn!("left behind, the next start takes it up: {what}");
+        }
+        self.front.stop();
+        self.runtime.shutdown_timeout(Duration::from_secs(5));
+    }
+}
+
+async fn start_engine(node: &Node<KernelHost>, layout: hearth_core::network::SlotLayout) {
+    let cidr = layout.cidr;
+    let overlapping =
+        tokio::task::spawn_blocking(move || hearth_host::net::routes::overlapping(&layout)).await;
+    match overlapping.map(|r| r.map_err(|e| hearth_node::chain(&e))) {
+        Ok(Ok(routes)) if routes.is_empty() => {}
+        Ok(Ok(routes)) => {
+            node.engine.fail(format!(
+                "network.cidr {cidr} overlaps routes of this host: {}; choose another with --cidr",
+                routes.join(", ")
+            ));
+        }
+        Ok(Err(why)) => tracing::warn!("cannot read the host's routes: {why}"),
+        Err(e) => tracing::warn!("cannot read the host's routes: {e}"),
+    }
+    let mut phase = node.engine.phase();
+    let follow = async {
+        loop {
+            match &*phase.borrow_and_update() {
+                Phase::Starting(why) => node.status.set(Status::Starting, why.clone()),
+                Phase::Ready => return node.status.set(Status::Healthy, ""),
+                Phase::Failed(why) => return node.status.set(Status::Unhealthy, why.clone()),
+            }
+            if phase.changed().await.is_err() {
+                return;
+            }
+        }
+    };
+    let start = async {
+        if !matches!(&*node.engine.phase().borrow(), Phase::Failed(_)) {
+            // The phase tells its failure.
+            drop(node.engine.start().await);
+        }
+    };
+    futures::join!(start, follow);
+}
+
+async fn app(node: Arc<Node<KernelHost>>, token: Option<String>) -> axum::Router {
+    let (reporter, health) = tonic_health::server::health_reporter();
+    // The reporter begins with "serving", which is not true yet.
+    reporter.set_service_status("", tonic_health::ServingStatus::NotServing).await;
+    let mut report = node.status.subscribe();
+    let follow = async move {
+        loop {
+            let ready = report.borrow_and_update().status == Status::Healthy;
+            let status = match ready {
+                true => tonic_health::ServingStatus::Serving,
+                false => tonic_health::ServingStatus::NotServing,
+            };
+            for service in
+                ["", "hearth.v1.SandboxService", "hearth.v1.TemplateService", "hearth.v1.NodeService"]
+            {
+                reporter.set_service_status(service, status).await;
+            }
+            if report.changed().await.is_err() {
+                return;
+            }
+        }
+    };
+    // Ends with the node, whose status cell it follows.
+    drop(node.tasks.spawn_on(follow, &tokio::runtime::Handle::current()));
+    let routes = services(&node, health);
+    let sandboxes = Arc::clone(&node);
+    let source = HealthSource {
+        report: node.status.subscribe(),
+        sandboxes: Arc::new(move || sandboxes.engine.sandbox_count()),
+    };
+    front::router(routes.into_axum_router(), source, token)
+}
+
+fn services(node: &Arc<Node<KernelHost>>, health: HealthServer<impl Health>) -> tonic::service::Routes {
+    let mut routes = tonic::service::Routes::new(health)
+        .add_service(SandboxServiceServer::new(sandboxes::Sandboxes(Arc::clone(node))))
+        .add_service(TemplateServiceServer::new(templates::Templates(Arc::clone(node))))
+        .add_service(NodeServiceServer::new(node::NodeInfo(Arc::clone(node))));
+    let builder = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(hearth_api::FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    match (builder().build_v1(), builder().build_v1alpha()) {
+        (Ok(v1), Ok(v1alpha)) => routes = routes.add_service(v1).add_service(v1alpha),
+        (Err(e), _) | (_, Err(e)) => tracing::error!("no gRPC reflection: {e}"),
+    }
+    routes
+}
+
+fn bind(listen: SocketAddr) -> anyhow::Result<TcpListener> {
+    match TcpListener::bind(listen) {
+        Ok(listener) => Ok(listener),
+        Err(e) if e.kind() == std::io::ErrorKind::AddrInUse => {
+            let holders = facts::tcp_listeners(listen.port()).unwrap_or_default();
+            let holder = holders.into_iter().find_map(|l| l.holder);
+            match holder {
+                Some(h) => bail!(
+                    "{listen} is in use by {} (pid {}); end it or choose another --listen",
+                    h.comm,
+                    h.pid
+                ),
+                None => bail!("{listen} is in use; choose another --listen"),
+            }
+        }
+        Err(e) => Err(e).with_context(|| format!("cannot listen on {listen}")),
+    }
+}
+
+fn engine_config(config: &Config) -> anyhow::Result<EngineConfig> {
+    Ok(EngineConfig {
+        layout: config.slot_layout(),
+        store_dir: config.state_dir.clone(),
+        state_dir: config.instance_state_dir(),
+        run_dir: config.instance_run_dir(),
+        slot_pool: config.network.slot_pool,
+        dns: config.network.dns.clone(),
+        shim_program: std::env::current_exe().context("the path of this binary")?,
+        guest_program: vmms::guest_program(config),
+        vmms: vmms::find(config),
+        failpoints: config.failpoints.clone(),
+        release_deadline: RELEASE_DEADLINE,
+        boot_deadline: BOOT_DEADLINE,
+        console_cap_bytes: CONSOLE_CAP_BYTES,
+    })
+}
+
+pub(crate) fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,13 @@
+//! End to end: the real binary, real namespaces, real guests. Each test plays a host of its own: a network
+//! namespace with a daemon inside, an instance name, addresses and directories nobody else has. Needs root
+//! and, for guests, `HEARTH_TEST_STATE`: a state directory with the kernel `default` and the templates
+//! `busybox` and `base`, as `scripts/test` prepares it.
+#![allow(clippy::unwrap_used, unreachable_pub, missing_docs)]
+
+mod bad_input;
+mod clean;
+mod firecracker;
+mod guest;
+mod net;
+mod node;
+mod restart;

@@ -1,0 +1,158 @@
+//! What a guest reaches: the internet, and nothing of the host's private ranges. Another network namespace
+//! plays the internet (TEST-NET-3, RFC 5737).
+
+use std::process::{Child, Stdio};
+
+use hearth_testkit::netns::Throwaway;
+
+use crate::node::{Node, Wish, cannot, in_path, text};
+
+const INTERNET: &str = "203.0.113.2";
+const PRIVATE: &str = "192.168.77.1";
+const PUBLIC_OF_HOST: &str = "203.0.113.1";
+
+struct World {
+    // Dropped in this order: servers hold the namespaces.
+    servers: Servers,
+    node: Node,
+    internet: Throwaway,
+}
+
+struct Servers(Vec<Child>);
+
+impl Drop for Servers {
+    fn drop(&mut self) {
+        for server in &mut self.0 {
+            drop(server.kill());
+            drop(server.wait());
+        }
+    }
+}
+
+impl World {
+    fn new(before_daemon: impl FnOnce(&Node)) -> Self {
+        let mut node = Node::new(&Wish::default());
+        let internet = Throwaway::new("inet").unwrap();
+        node.host(
+            "ip",
+            &["link", "add", "up0", "type", "veth", "peer", "name", "up1", "netns", internet.name()],
+        );
+        node.host("ip", &["addr", "add", "203.0.113.1/24", "dev", "up0"]);
+        node.host("ip", &["link", "set", "up0", "up"]);
+        node.host("ip", &["link", "add", "priv0", "type", "dummy"]);
+        node.host("ip", &["addr", "add", "192.168.77.1/24", "dev", "priv0"]);
+        node.host("ip", &["link", "set", "priv0", "up"]);
+        for args in
+            [["addr", "add", "203.0.113.2/24", "dev", "up1"].as_slice(), &["link", "set", "up1", "up"]]
+        {
+            assert!(internet.command("ip").args(args).status().unwrap().success());
+        }
+        let www = node.dir.path().join("www");
+        std::fs::create_dir(&www).unwrap();
+        std::fs::write(www.join("hello"), "hello from outside\n").unwrap();
+        let mut servers = Servers(Vec::new());
+        for (netns, address) in [(&internet, INTERNET), (&node.netns, PRIVATE), (&node.netns, PUBLIC_OF_HOST)]
+        {
+            let server = netns
+                .command("busybox")
+                .args(["httpd", "-f", "-p", &format!("{address}:8080"), "-h"])
+                .arg(&www)
+                .stdin(Stdio::null())
+                .spawn()
+                .unwrap();
+            servers.0.push(server);
+        }
+        before_daemon(&node);
+        node.start_daemon();
+        // The servers answer from the host itself, so a failure below is the firewall's doing.
+        for address in [INTERNET, PRIVATE, PUBLIC_OF_HOST] {
+            let said =
+                node.host("busybox", &["wget", "-T", "5", "-qO-", &format!("http://{address}:8080/hello")]);
+            assert_eq!(said, "hello from outside\n");
+        }
+        Self { servers, node, internet }
+    }
+
+    fn wget(&self, sandbox: &str, address: &str) -> Option<String> {
+        let url = format!("http://{address}:8080/hello");
+        let out = self.node.cli(&["exec", sandbox, "--", "busybox", "wget", "-T", "3", "-qO-", &url]);
+        out.status.success().then(|| text(&out.stdout))
+    }
+
+    fn end(self) {
+        let Self { servers, node, internet } = self;
+        drop(servers);
+        node.end_clean();
+        internet.remove().unwrap();
+    }
+
+    fn check_reach(&self) {
+        self.node.ok(&["create", "busybox", "--name", "on"]);
+        self.node.ok(&["create", "busybox", "--name", "off", "--net", "off"]);
+        assert_eq!(self.wget("on", INTERNET).as_deref(), Some("hello from outside\n"));
+        // Masqueraded: the world outside needs no route to a slot.
+        for address in [PRIVATE, PUBLIC_OF_HOST, "10.77.0.2", "169.254.0.22"] {
+            assert_eq!(self.wget("on", address), None, "a guest reached {address}");
+        }
+        assert_eq!(self.wget("off", INTERNET), None, "--net off reached the internet");
+        let links = self.node.ok(&["exec", "off", "--", "ls", "/sys/class/net"]);
+        assert_eq!(links.trim(), "lo");
+    }
+}
+
+fn cannot_here(test: &str) -> bool {
+    if cannot(test, true) {
+        return true;
+    }
+    if !in_path("busybox") {
+        hearth_testkit::skip(test, "busybox is not in PATH");
+        return true;
+    }
+    false
+}
+
+#[test]
+fn a_guest_reaches_the_internet_and_nothing_private() {
+    if cannot_here("a_guest_reaches_the_internet_and_nothing_private") {
+        return;
+    }
+    let world = World::new(|_| {});
+    world.check_reach();
+    // From the host a guest is reached at its slot's address, and only from there.
+    let address = world.node.inspect("on")["address"].as_str().unwrap().to_owned();
+    let serve = "echo served > /tmp/hello; busybox httpd -p 8080 -h /tmp";
+    world.node.ok(&["exec", "on", "--", "sh", "-c", serve]);
+    let said =
+        world.node.host("busybox", &["wget", "-T", "5", "-qO-", &format!("http://{address}:8080/hello")]);
+    assert_eq!(said, "served\n");
+    // Neither another guest nor the world outside gets there.
+    world.node.ok(&["create", "busybox", "--name", "other"]);
+    assert_eq!(world.wget("other", &address), None, "a guest reached another");
+    let out =
+        world.internet.command("ip").args(["route", "add", "10.77.0.0/24", "via", PUBLIC_OF_HOST]).status();
+    assert!(out.unwrap().success());
+    let outside = world
+        .internet
+        .command("busybox")
+        .args(["wget", "-T", "3", "-qO-", &format!("http://{address}:8080/hello")])
+        .output()
+        .unwrap();
+    assert!(!outside.status.success(), "the world outside reached a guest");
+    world.end();
+}
+
+#[test]
+fn a_forward_policy_of_drop_is_no_obstacle() {
+    if cannot_here("a_forward_policy_of_drop_is_no_obstacle") {
+        return;
+    }
+    let rules = "table ip filter { chain FORWARD { type filter hook forward priority 0; policy drop; } }";
+    let world = World::new(|node| {
+        node.host("nft", &[rules]);
+    });
+    world.check_reach();
+    let now = world.node.host("nft", &["list", "chain", "ip", "filter", "FORWARD"]);
+    assert!(now.contains("policy drop"), "a foreign policy was changed: {now}");
+    assert!(now.contains(&format!("hearth-{}", world.node.instance)), "no tagged rule: {now}");
+    world.end();
+}

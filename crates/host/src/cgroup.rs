@@ -1,0 +1,397 @@
+//! Control groups of one instance: `<cgroup2 mount>/hearth/<instance>/<sandbox id>`. A cgroup here tracks
+//! and kills; it needs no controller for that, so the bare cgroup2 of a hybrid host is enough.
+//!
+//! Releasing one kills every process in it, forks included, waits until it is empty and removes it. It never
+//! touches a cgroup outside the instance's own.
+
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use hearth_core::host::{Census, ErrorClass, HostError, Sighting};
+use hearth_core::id::{InstanceName, SandboxId};
+use hearth_core::resource::Resource;
+use rustix::event::PollFlags;
+use rustix::fs::{Mode, OFlags};
+
+use crate::process::{self, Signal};
+use crate::{error, mountinfo};
+
+/// Limits of one cgroup; a `None` is left as it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// `memory.max`, bytes.
+    pub memory_bytes: Option<u64>,
+    /// `cpu.max`, thousandths of one CPU.
+    pub cpu_millis: Option<u64>,
+    /// `pids.max`.
+    pub pids: Option<u64>,
+}
+
+/// The cgroups of one instance.
+#[derive(Debug, Clone)]
+pub struct Cgroups {
+    mount: PathBuf,
+    root: PathBuf,
+}
+
+/// Where cgroup2 is mounted, `None` if nowhere. `/sys/fs/cgroup` wins where there are several.
+///
+/// # Errors
+/// If the mounts cannot be read.
+pub fn mount_point() -> io::Result<Option<PathBuf>> {
+    let mut found: Vec<PathBuf> =
+        mountinfo::read()?.into_iter().filter(|m| m.fs_type == "cgroup2").map(|m| m.point).collect();
+    found.sort_by_key(|p| p.as_path() != Path::new("/sys/fs/cgroup"));
+    Ok(found.into_iter().next())
+}
+
+impl Cgroups {
+    /// Finds the cgroup2 mount; makes nothing.
+    ///
+    /// # Errors
+    /// [`ErrorClass::Refused`] if there is no cgroup2 mount.
+    pub fn locate(instance: &InstanceName) -> Result<Self, HostError> {
+        let what = format!("cgroups of instance {instance}");
+        let mount = mount_point().map_err(|e| error::os("census", &what, "read mountinfo", e))?;
+        let mount = mount.ok_or_else(|| {
+            let why = "no cgroup2 file system is mounted; run: mount -t cgroup2 none /sys/fs/cgroup";
+            error::plain("census", &what, ErrorClass::Refused, why)
+        })?;
+        let root = mount.join("hearth").join(instance.as_str());
+        Ok(Self { mount, root })
+    }
+
+    /// The instance's own directory, which may not exist yet.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Controllers that our cgroups can have: those the top passes on. We never switch one on there, since
+    /// that would change the host.
+    ///
+    /// # Errors
+    /// If the file cannot be read.
+    pub fn controllers(&self) -> io::Result<Vec<String>> {
+        let text = fs::read_to_string(self.mount.join("cgroup.subtree_control"))?;
+        Ok(text.split_ascii_whitespace().map(str::to_owned).collect())
+    }
+
+    /// Makes the cgroup; there already is success.
+    ///
+    /// # Errors
+    /// [`ErrorClass::Refused`] for a name that is no sandbox id.
+    pub fn ensure(&self, name: &str) -> Result<(), HostError> {
+        let path = self.path("ensure", name)?;
+        let mut tries = 3;
+        loop {
+            match fs::create_dir_all(&path) {
+                Ok(()) => return Ok(()),
+                // Another instance may remove the empty `hearth` just as we are about to use it.
+                Err(e) if e.kind() == io::ErrorKind::NotFound && tries > 0 => tries -= 1,
+                Err(e) => {
+                    let doing = format_args!("mkdir {}", path.display());
+                    return Err(error::os("ensure", format_args!("cgroup {name}"), doing, e));
+                }
+            }
+        }
+    }
+
+    /// Sets limits and answers with the names of those the host has no controller for.
+    ///
+    /// # Errors
+    /// If the cgroup is absent or the kernel refuses a value.
+    pub fn set_limits(&self, name: &str, limits: &Limits) -> Result<Vec<&'static str>, HostError> {
+        let path = self.path("ensure", name)?;
+        let fail = |doing: String, e| error::os("ensure", format_args!("limits of cgroup {name}"), doing, e);
+        let available = self.controllers().map_err(|e| fail("read controllers".into(), e))?;
+        let wanted = [
+            ("memory", "memory.max", limits.memory_bytes.map(|b| b.to_string())),
+            (
+                "cpu",
+                "cpu.max",
+                limits.cpu_millis.map(|m| format!("{} 100000", m.saturating_mul(100).max(1000))),
+            ),
+            ("pids", "pids.max", limits.pids.map(|n| n.to_string())),
+        ];
+        let mut skipped = Vec::new();
+        for (controller, file, value) in wanted {
+            let Some(value) = value else { continue };
+            if !available.iter().any(|c| c == controller) {
+                skipped.push(file);
+                continue;
+            }
+            for dir in [self.root.parent(), Some(self.root.as_path())].into_iter().flatten() {
+                let control = dir.join("cgroup.subtree_control");
+                fs::write(&control, format!("+{controller}"))
+                    .map_err(|e| fail(format!("pass {controller} on in {}", dir.display()), e))?;
+            }
+            fs::write(path.join(file), &value).map_err(|e| fail(format!("write {value} to {file}"), e))?;
+        }
+        Ok(skipped)
+    }
+
+    /// A descriptor of the cgroup's directory, for `CLONE_INTO_CGROUP`.
+    ///
+    /// # Errors
+    /// If it is absent.
+    pub fn open(&self, name: &str) -> Result<OwnedFd, HostError> {
+        let path = self.path("spawn", name)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        rustix::fs::open(&path, flags, Mode::empty()).map_err(|e| {
+            let doing = format_args!("open {}", path.display());
+            error::os("spawn", format_args!("cgroup {name}"), doing, e.into())
+        })
+    }
+
+    /// The processes in it, in cgroups below it included. An absent cgroup has none.
+    ///
+    /// # Errors
+    /// If it cannot be read: unknown is not empty.
+    pub fn pids(&self, name: &str) -> Result<Vec<u32>, HostError> {
+        let path = self.path("census", name)?;
+        pids_below(&path)
+            .map_err(|e| error::os("census", format_args!("cgroup {name}"), "read cgroup.procs", e))
+    }
+
+    /// Kills all in it, waits until it is empty, removes it with all below it. Absent is success.
+    ///
+    /// # Errors
+    /// [`ErrorClass::Deadline`] names the processes that are still there.
+    pub fn release(&self, name: &str, within: Duration) -> Result<(), HostError> {
+        let path = self.path("release", name)?;
+        let what = format!("cgroup {name}");
+        let deadline = Instant::now() + within;
+        let fail =
+            |doing: &str, e| error::os("release", &what, format_args!("{doing} {}", path.display()), e);
+        loop {
+            match populated(&path) {
+                Ok(None) => return Ok(()),
+                Ok(Some(true)) => {
+                    // Repeated each round: where the kernel has no cgroup.kill a fork may have got away.
+                    kill_all(&path).map_err(|e| fail("kill processes of", e))?;
+                    let round = deadline.min(Instant::now() + Duration::from_millis(100));
+                    wait_for_event(&path, round).map_err(|e| fail("wait for", e))?;
+                }
+                Ok(Some(false)) => match remove_tree(&path) {
+                    Ok(()) => return Ok(()),
+                    // A process that entered just now, or one still on its way out.
+                    Err(e) if matches!(e.raw_os_error(), Some(libc::EBUSY | libc::ENOTEMPTY)) => {
+                        std::thread::sleep(Duration::from_millis(2));
+                    }
+                    Err(e) => return Err(fail("rmdir", e)),
+                },
+                Err(e) => return Err(fail("read cgroup.events of", e)),
+            }
+            if Instant::now() >= deadline && !matches!(populated(&path), Ok(None)) {
+                let left = pids_below(&path).unwrap_or_default();
+                let left: Vec<_> = left.into_iter().take(8).map(process::describe).collect();
+                let why = format!("not empty {within:?} after the kill; still there: [{}]", left.join(", "));
+                return Err(error::plain("release", what, ErrorClass::Deadline, why));
+            }
+        }
+    }
+
+    /// All cgroups of the instance, from one directory read.
+    ///
+    /// # Errors
+    /// If the instance's directory exists but cannot be read.
+    pub fn census(&self) -> Result<Census, HostError> {
+        let mut census = Census::default();
+        let fail = |e| error::os("census", "cgroups", format_args!("list {}", self.root.display()), e);
+        let entries = match fs::read_dir(&self.root) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(census),
+            Err(e) => return Err(fail(e)),
+        };
+        for entry in entries {
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(e) => {
+                    census.incomplete.push(format!("{}: {e}", self.root.display()));
+                    break;
+                }
+            };
+            if !entry.file_type().is_ok_and(|t| t.is_dir()) {
+                continue;
+            }
+            let name = entry.file_name().to_string_lossy().into_owned();
+            match name.parse::<SandboxId>() {
+                Ok(id) => {
+                    let facts = match populated(&entry.path()) {
+                        Ok(Some(true)) => "has processes",
+                        Ok(Some(false)) => "empty",
+                        Ok(None) => continue,
+                        Err(_) => "cgroup.events unreadable",
+                    };
+                    let resource = Resource::Cgroup { name: id.into() };
+                    census.ours.push(Sighting { resource, facts: facts.to_owned() });
+                }
+                Err(e) => {
+                    census.foreign.insert(entry.path().display().to_string(), e.to_string());
+                }
+            }
+        }
+        Ok(census)
+    }
+
+    /// Removes the instance's directory, and `hearth` above it unless another instance uses it.
+    ///
+    /// # Errors
+    /// [`ErrorClass::Busy`] if cgroups of the instance are left.
+    pub fn remove_root(&self) -> Result<(), HostError> {
+        match fs::remove_dir(&self.root) {
+            Ok(()) => {}
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => {
+                let doing = format_args!("rmdir {}", self.root.display());
+                return Err(error::os("release", "cgroup of the instance", doing, e));
+            }
+        }
+        match self.root.parent().map(fs::remove_dir) {
+            None | Some(Ok(())) => Ok(()),
+            Some(Err(e))
+                if matches!(e.raw_os_error(), Some(libc::EBUSY | libc::ENOTEMPTY | libc::ENOENT)) =>
+            {
+                Ok(())
+            }
+            Some(Err(e)) => Err(error::os("release", "cgroup hearth", "rmdir", e)),
+        }
+    }
+
+    /// Only sandbox ids: any other text could leave the instance's directory or name a file of the kernel.
+    fn path(&self, verb: &'static str, name: &str) -> Result<PathBuf, HostError> {
+        match name.parse::<SandboxId>() {
+            Ok(_) => Ok(self.root.join(name)),
+            Err(e) => Err(error::plain(verb, format_args!("cgroup {name:?}"), ErrorClass::Refused, e)),
+        }
+    }
+}
+
+/// `None`: no such cgroup.
+fn populated(path: &Path) -> io::Result<Option<bool>> {
+    match fs::read_to_string(path.join("cgroup.events")) {
+        Ok(text) => Ok(Some(!text.lines().any(|l| l == "populated 0"))),
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// Returns when `cgroup.events` changed (POLLPRI), the cgroup is empty or gone, or at the deadline.
+fn wait_for_event(path: &Path, deadline: Instant) -> io::Result<()> {
+    let mut file = match fs::File::open(path.join("cgroup.events")) {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(e),
+    };
+    // The poll tells of changes since the last read of this very descriptor.
+    let mut text = String::new();
+    match io::Read::read_to_string(&mut file, &mut text) {
+        Err(e) if e.raw_os_error() == Some(libc::ENODEV) => return Ok(()),
+        Err(e) => return Err(e),
+        Ok(_) if text.lines().any(|l| l == "populated 0") => return Ok(()),
+        Ok(_) => {}
+    }
+    process::poll_until(&file, PollFlags::PRI, Some(deadline)).map(|_| ())
+}
+
+fn kill_all(path: &Path) -> io::Result<()> {
+    match fs::OpenOptions::new().write(true).open(path.join("cgroup.kill")) {
+        Ok(mut file) => match io::Write::write_all(&mut file, b"1") {
+            Err(e) if e.raw_os_error() != Some(libc::ENODEV) => Err(e),
+            _ => Ok(()),
+        },
+        // Linux < 5.14, or the cgroup is gone.
+        Err(e) if e.kind() == io::ErrorKind::NotFound => kill_one_by_one(path),
+        Err(e) => Err(e),
+    }
+}
+
+fn kill_one_by_one(path: &Path) -> io::Result<()> {
+    use std::os::fd::AsFd;
+    for pid in pids_below(path)? {
+        let Some(raw) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) else { continue };
+        let Ok(pidfd) = rustix::process::pidfd_open(raw, rustix::process::PidfdFlags::empty()) else {
+            continue;
+        };
+        // With the descriptor in hand the number cannot change hands: still in the list means it is the one.
+        if pids_below(path)?.contains(&pid) {
+            process::signal(pidfd.as_fd(), Signal::KILL)?;
+        }
+    }
+    Ok(())
+}
+
+fn pids_below(path: &Path) -> io::Result<Vec<u32>> {
+    let text = match fs::read_to_string(path.join("cgroup.procs")) {
+        Ok(text) => text,
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => return Ok(Vec::new()),
+        Err(e) => return Err(e),
+    };
+    // 0 stands for a process outside our pid namespace.
+    let mut pids: Vec<u32> = text.lines().filter_map(|l| l.parse().ok()).filter(|p| *p != 0).collect();
+    for child in children(path)? {
+        pids.extend(pids_below(&child)?);
+    }
+    Ok(pids)
+}
+
+fn children(path: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = match fs::read_dir(path) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(e),
+    };
+    let mut dirs = Vec::new();
+    for entry in entries {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            dirs.push(entry.path());
+        }
+    }
+    Ok(dirs)
+}
+
+fn remove_tree(path: &Path) -> io::Result<()> {
+    for child in children(path)? {
+        remove_tree(&child)?;
+    }
+    match fs::remove_dir(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::{SpawnOptions, spawn, wait};
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn without_cgroup_kill_each_process_is_killed_by_its_pidfd() {
+        if !crate::test_support::is_root() {
+            hearth_testkit::skip("without_cgroup_kill_each_process_is_killed_by_its_pidfd", "needs root");
+            return;
+        }
+        let instance = format!("t{}-kill", std::process::id()).parse().unwrap();
+        let cgroups = Cgroups::locate(&instance).unwrap();
+        cgroups.ensure("a").unwrap();
+        let fd = cgroups.open("a").unwrap();
+        let child = spawn(SpawnOptions {
+            program: "/bin/sleep".into(),
+            args: vec!["1000".into()],
+            cgroup_fd: Some(fd.as_fd()),
+            ..SpawnOptions::default()
+        })
+        .unwrap();
+        kill_one_by_one(&cgroups.root().join("a")).unwrap();
+        let ended = wait(child.pidfd.as_fd(), Duration::from_secs(5)).unwrap().unwrap();
+        assert_eq!(ended.signal, Some(libc::SIGKILL));
+        cgroups.release("a", Duration::from_secs(5)).unwrap();
+        cgroups.remove_root().unwrap();
+    }
+}

@@ -1,0 +1,259 @@
+//! The engine's [`Host`] answered by the kernel: sends each verb to the file of its kind. It decides nothing
+//! and remembers nothing; two of the same instance may live in one process.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use hearth_core::host::{Census, ErrorClass, Host, HostError, Sighting, SpawnSpec, Spawned};
+use hearth_core::network::{SlotIndex, SlotLayout};
+use hearth_core::process::{Liveness, ProcessIdentity};
+use hearth_core::resource::{Kind, Resource};
+
+use crate::cgroup::Cgroups;
+use crate::directory::Directories;
+use crate::mount::Mounts;
+use crate::process::{self, SpawnOptions};
+use crate::{error, net};
+
+/// Soft limit of open files of a started process: a shim holds a few per block request and connection; more
+/// only slows what walks the table (FIELD-NOTES §3).
+const SPAWN_NOFILE: u64 = 65_536;
+
+/// Which instance, and where its directories are.
+#[derive(Debug, Clone)]
+pub struct HostConfig {
+    /// Names and addresses of slots; holds the instance's name.
+    pub layout: SlotLayout,
+    /// The instance's own state directory, `<state>/<instance>`.
+    pub state_dir: PathBuf,
+    /// The instance's own run directory, `<run>/<instance>`.
+    pub run_dir: PathBuf,
+}
+
+/// The host as the kernel shows it.
+#[derive(Debug)]
+pub struct KernelHost {
+    config: HostConfig,
+    boot_id: &'static str,
+    cgroups: Cgroups,
+    directories: Directories,
+    mounts: Mounts,
+}
+
+impl KernelHost {
+    /// Looks for what every verb needs; makes nothing.
+    ///
+    /// # Errors
+    /// [`ErrorClass::Refused`] without a cgroup2 mount, or if a directory is not absolute.
+    pub fn new(config: HostConfig) -> Result<Self, HostError> {
+        for dir in [&config.state_dir, &config.run_dir] {
+            if !dir.is_absolute() {
+                let why = "give an absolute path";
+                return Err(error::plain("census", dir.display(), ErrorClass::Refused, why));
+            }
+        }
+        let boot_id = process::boot_id().map_err(|e| error::os("census", "boot id", "read /proc", e))?;
+        let instance = &config.layout.instance;
+        Ok(Self {
+            boot_id,
+            cgroups: Cgroups::locate(instance)?,
+            directories: Directories::new(config.state_dir.clone(), config.run_dir.clone()),
+            mounts: Mounts::new(instance, config.run_dir.clone()),
+            config,
+        })
+    }
+
+    /// Its configuration.
+    #[must_use]
+    pub fn config(&self) -> &HostConfig {
+        &self.config
+    }
+
+    /// The instance's cgroups, for limits and statistics.
+    #[must_use]
+    pub fn cgroups(&self) -> &Cgroups {
+        &self.cgroups
+    }
+
+    /// Removes what belongs to the instance and to no sandbox: the host firewall, the cgroup directory, and
+    /// the run and state directories where they are empty. For an instance that ends for good; its sandboxes are gone by
+    /// then. Goes on past errors.
+    ///
+    /// # Errors
+    /// All that could not be removed.
+    pub fn remove_instance(&self, within: Duration) -> Result<(), Vec<HostError>> {
+        let deadline = Instant::now() + within;
+        let mut errors = Vec::new();
+        errors.extend(self.release(&Resource::HostFirewall, within).err());
+        // A cgroup just emptied can be busy for a moment more.
+        while let Err(e) = self.cgroups.remove_root() {
+            if Instant::now() >= deadline {
+                errors.push(e);
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        for dir in [
+            self.config.run_dir.join("sandboxes"),
+            self.config.run_dir.clone(),
+            self.config.state_dir.join("sandboxes"),
+            self.config.state_dir.clone(),
+        ] {
+            match fs::remove_dir(&dir) {
+                // Not empty: the daemon's socket or lock are its own to remove.
+                Err(e) if !matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENOTEMPTY | libc::EBUSY)) => {
+                    errors.push(error::os("release", dir.display(), "rmdir", e));
+                }
+                _ => {}
+            }
+        }
+        if errors.is_empty() { Ok(()) } else { Err(errors) }
+    }
+
+    /// Where the sysctls changed by the host firewall are noted with their old values.
+    fn sysctl_record(&self) -> PathBuf {
+        self.config.state_dir.join("sysctl.json")
+    }
+
+    /// The processes in this instance's cgroups.
+    fn census_processes(&self) -> Result<Census, HostError> {
+        let cgroups = self.cgroups.census()?;
+        let mut census = Census { incomplete: cgroups.incomplete, ..Census::default() };
+        for sighting in cgroups.ours {
+            let Resource::Cgroup { name } = sighting.resource else { continue };
+            let pids = match self.cgroups.pids(&name) {
+                Ok(pids) => pids,
+                Err(e) => {
+                    census.incomplete.push(e.to_string());
+                    continue;
+                }
+            };
+            for pid in pids {
+                // One that ended since is not there; a zombie is gone too.
+                let Ok(process) = process::identity_of(pid) else { continue };
+                if process::liveness(&process) == Liveness::Gone {
+                    continue;
+                }
+                let facts = format!("in cgroup {name}: {}", process::describe(pid));
+                census.ours.push(Sighting { resource: Resource::Process { process }, facts });
+            }
+        }
+        Ok(census)
+    }
+}
+
+impl Host for KernelHost {
+    fn census(&self, kind: Kind) -> Result<Census, HostError> {
+        let layout = &self.config.layout;
+        match kind {
+            Kind::Record => {
+                let why = "records are files of the engine, not of the host";
+                Err(error::plain("census", "records", ErrorClass::Refused, why))
+            }
+            Kind::Directory => self.directories.census(),
+            Kind::Cgroup => self.cgroups.census(),
+            Kind::Process => self.census_processes(),
+            Kind::Netns => net::netns::census(layout),
+            Kind::Veth => net::veth::census(layout),
+            Kind::Tap => net::tap::census(layout),
+            Kind::SandboxFirewall => net::sandbox_firewall::census(layout),
+            Kind::HostFirewall => net::host_firewall::census(layout),
+            Kind::Mount => self.mounts.census(),
+        }
+    }
+
+    fn ensure(&self, resource: &Resource) -> Result<(), HostError> {
+        let layout = &self.config.layout;
+        match resource {
+            Resource::Directory { path } => self.directories.ensure(path),
+            Resource::Cgroup { name } => self.cgroups.ensure(name),
+            Resource::Process { process } => {
+                let why = "a process is not made by name; spawn one";
+                Err(error::plain("ensure", format_args!("process {}", process.pid), ErrorClass::Refused, why))
+            }
+            Resource::Netns { slot } => net::netns::ensure(layout, *slot),
+            Resource::Veth { slot } => net::veth::ensure(layout, *slot),
+            Resource::Tap { slot } => net::tap::ensure(layout, *slot),
+            Resource::SandboxFirewall { slot } => net::sandbox_firewall::ensure(layout, *slot),
+            Resource::HostFirewall => net::host_firewall::ensure(layout, &self.sysctl_record()),
+            Resource::Mount { path } => self.mounts.ensure(path),
+        }
+    }
+
+    fn release(&self, resource: &Resource, within: Duration) -> Result<(), HostError> {
+        let layout = &self.config.layout;
+        match resource {
+            Resource::Directory { path } => self.directories.release(path, within),
+            Resource::Cgroup { name } => self.cgroups.release(name, within),
+            Resource::Process { process } => process::release(process, within),
+            Resource::Netns { slot } => net::netns::release(layout, *slot, within),
+            Resource::Veth { slot } => net::veth::release(layout, *slot, within),
+            Resource::Tap { slot } => net::tap::release(layout, *slot, within),
+            Resource::SandboxFirewall { slot } => net::sandbox_firewall::release(layout, *slot, within),
+            Resource::HostFirewall => net::host_firewall::release(layout, &self.sysctl_record(), within),
+            Resource::Mount { path } => self.mounts.release(path, within),
+        }
+    }
+
+    fn reset_slot(&self, slot: SlotIndex) -> Result<(), HostError> {
+        net::slot::reset(&self.config.layout, slot)
+    }
+
+    fn spawn(&self, spec: &SpawnSpec) -> Result<Spawned, HostError> {
+        let cgroup = self.cgroups.open(&spec.cgroup)?;
+        let fds = standard_descriptors(&spec.log)
+            .map_err(|(doing, e)| error::os("spawn", spec.program.display(), doing, e))?;
+        let options = SpawnOptions {
+            program: spec.program.clone(),
+            args: spec.args.iter().map(Into::into).collect(),
+            env: spec.env.iter().map(|(k, v)| (k.into(), v.into())).collect(),
+            cwd: Some("/".into()),
+            cgroup_fd: Some(cgroup.as_fd()),
+            new_session: true,
+            fds,
+            rlimit_nofile: Some(SPAWN_NOFILE),
+            ..SpawnOptions::default()
+        };
+        match process::spawn(options) {
+            Ok(child) => Ok(Spawned { identity: child.identity, pidfd: child.pidfd }),
+            Err(e) => Err(HostError {
+                verb: "spawn",
+                what: spec.program.display().to_string(),
+                why: e.to_string(),
+                class: error::class_of(&e.error),
+                source: Some(e.error),
+            }),
+        }
+    }
+
+    fn liveness(&self, process: &ProcessIdentity) -> Liveness {
+        process::liveness(process)
+    }
+
+    fn open_process(&self, process: &ProcessIdentity) -> Result<OwnedFd, HostError> {
+        process::open(process)
+    }
+
+    fn boot_id(&self) -> &str {
+        self.boot_id
+    }
+}
+
+/// Standard input from `/dev/null`, output and error appended to the log (0600, made if absent).
+fn standard_descriptors(log: &Path) -> Result<Vec<(OwnedFd, i32)>, (String, io::Error)> {
+    let null = fs::File::open("/dev/null").map_err(|e| ("open /dev/null".to_owned(), e))?;
+    let log_error = |e| (format!("open log {}", log.display()), e);
+    let log_file = fs::OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .custom_flags(libc::O_NOCTTY | libc::O_NOFOLLOW)
+        .open(log)
+        .map_err(log_error)?;
+    let second = log_file.try_clone().map_err(log_error)?;
+    Ok(vec![(null.into(), 0), (log_file.into(), 1), (second.into(), 2)])
+}

@@ -1,0 +1,86 @@
+//! Who keeps a network namespace alive. Reads `/proc` only.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, Instant};
+
+use super::error::{Op, Result};
+use super::netns::NsId;
+use super::rtnl::Rtnl;
+
+/// Holders named in an error; the rest are counted.
+const NAMED: usize = 8;
+
+/// Waits until no process is inside the namespace.
+pub(crate) fn wait_until_free(op: &Op, id: NsId, deadline: Instant) -> Result<()> {
+    let mut pause = Duration::from_millis(2);
+    loop {
+        let found = named(scan(false, |_, found| found == id).map_err(|e| op.io("read /proc", e))?);
+        if found.is_empty() {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            return Err(op.busy(format!("held by {}", found.join(", "))));
+        }
+        std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
+        pause = (pause * 2).min(Duration::from_millis(50));
+    }
+}
+
+/// Processes inside one of the namespaces, or inside the one this namespace knows as `nsid` (a name that is
+/// already unlinked leaves no inode to compare).
+pub(crate) fn of_any(rtnl: &mut Rtnl, ids: &[NsId], nsid: Option<i32>) -> Vec<String> {
+    let mut known: Vec<(NsId, bool)> = ids.iter().map(|id| (*id, true)).collect();
+    let found = scan(true, |path, id| {
+        if let Some((_, hit)) = known.iter().find(|(k, _)| *k == id) {
+            return *hit;
+        }
+        let file = File::open(path);
+        let hit = nsid.is_some() && file.is_ok_and(|f| rtnl.nsid(f.as_fd()).is_ok_and(|found| found == nsid));
+        known.push((id, hit));
+        hit
+    });
+    named(found.unwrap_or_default())
+}
+
+fn named(mut found: Vec<String>) -> Vec<String> {
+    let more = found.len().saturating_sub(NAMED);
+    if more > 0 {
+        found.truncate(NAMED);
+        found.push(format!("{more} more"));
+    }
+    found
+}
+
+/// Looks at the namespace of every process, or of every thread.
+fn scan(threads: bool, mut hit: impl FnMut(&str, NsId) -> bool) -> io::Result<Vec<String>> {
+    let mut found = Vec::new();
+    for process in fs::read_dir("/proc")? {
+        let Some(pid) = process?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
+        let mut paths = vec![format!("/proc/{pid}/ns/net")];
+        if threads && let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) {
+            let tid =
+                |t: fs::DirEntry| format!("/proc/{pid}/task/{}/ns/net", t.file_name().to_string_lossy());
+            paths.extend(tasks.flatten().map(tid));
+        }
+        for path in paths {
+            match fs::metadata(&path) {
+                Ok(m) if hit(&path, (m.dev(), m.ino())) => {
+                    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+                    found.push(format!("process {pid} ({})", name.trim()));
+                    break;
+                }
+                Ok(_) => {}
+                // Ended meanwhile, or a zombie, which holds nothing.
+                Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => {}
+                // More privileged than the daemon (init of a container host, say), so not started by it.
+                Err(e) if matches!(e.raw_os_error(), Some(libc::EACCES | libc::EPERM)) => {}
+                // Unknown is not empty.
+                Err(e) => return Err(e),
+            }
+        }
+    }
+    Ok(found)
+}

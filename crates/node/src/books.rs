@@ -1,0 +1,111 @@
+//! Who is who: the sandboxes of this engine by id and by name, and the last ones that ended.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use hearth_core::exit::ExitRecord;
+use hearth_core::id::{SandboxId, SandboxName};
+use hearth_core::record::Record;
+
+use crate::error::EngineError;
+use crate::sandbox::Handle;
+
+/// How many ended sandboxes are remembered, to tell "ended" from "never was".
+const REMEMBERED: usize = 256;
+
+/// The sandboxes of one engine. The lock guards map changes only and is never held across I/O.
+#[derive(Debug, Default)]
+pub(crate) struct Books(Mutex<Inner>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    by_id: HashMap<SandboxId, Handle>,
+    by_name: HashMap<SandboxName, SandboxId>,
+    ended: VecDeque<(SandboxId, SandboxName, String)>,
+    /// Why no new sandbox is taken.
+    closed: Option<String>,
+}
+
+impl Books {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enters a sandbox under its name. Refusing new ones and entering one are decided under one lock, so
+    /// that a drain never misses a create.
+    pub(crate) fn enter_new(&self, handle: Handle) -> Result<(), EngineError> {
+        let mut inner = self.lock();
+        if let Some(why) = &inner.closed {
+            return Err(EngineError::Closed(why.clone()));
+        }
+        if let Some(id) = inner.by_name.get(&handle.name) {
+            return Err(EngineError::AlreadyExists(format!(
+                "the name {} is taken by sandbox {id}; delete that one or choose another",
+                handle.name
+            )));
+        }
+        inner.by_name.insert(handle.name.clone(), handle.id.clone());
+        inner.by_id.insert(handle.id.clone(), handle);
+        Ok(())
+    }
+
+    /// Enters a sandbox found on disk. If its name is taken it is reachable by its id alone.
+    pub(crate) fn enter_found(&self, handle: Handle) {
+        let mut inner = self.lock();
+        inner.by_name.entry(handle.name.clone()).or_insert_with(|| handle.id.clone());
+        inner.by_id.insert(handle.id.clone(), handle);
+    }
+
+    /// Strikes a sandbox of which nothing is left.
+    pub(crate) fn remove(&self, record: &Record, exit: Option<&ExitRecord>) {
+        let mut inner = self.lock();
+        inner.by_id.remove(&record.id);
+        if inner.by_name.get(&record.name) == Some(&record.id) {
+            inner.by_name.remove(&record.name);
+        }
+        let how = match exit {
+            Some(exit) if exit.detail.is_empty() => exit.reason.as_str().to_owned(),
+            Some(exit) => format!("{}: {}", exit.reason.as_str(), exit.detail),
+            None => "deleted".to_owned(),
+        };
+        inner.ended.push_back((record.id.clone(), record.name.clone(), how));
+        if inner.ended.len() > REMEMBERED {
+            inner.ended.pop_front();
+        }
+    }
+
+    /// The sandbox with this id or name.
+    pub(crate) fn find(&self, key: &str) -> Result<Handle, EngineError> {
+        let inner = self.lock();
+        let by_name = || {
+            let name: SandboxName = key.parse().ok()?;
+            inner.by_name.get(&name).and_then(|id| inner.by_id.get(id))
+        };
+        let by_id = || inner.by_id.get(&key.parse().ok()?);
+        if let Some(handle) = by_id().or_else(by_name) {
+            return Ok(handle.clone());
+        }
+        let ended = inner.ended.iter().rev().find(|(id, name, _)| id.as_str() == key || name.as_str() == key);
+        Err(EngineError::NotFound(match ended {
+            Some((id, _, how)) => format!("sandbox {key} ({id}) has ended: {how}"),
+            None => format!("no sandbox is called {key:?}; `hearth ls` lists them"),
+        }))
+    }
+
+    /// All, oldest first.
+    pub(crate) fn all(&self) -> Vec<Handle> {
+        let mut all: Vec<Handle> = self.lock().by_id.values().cloned().collect();
+        all.sort_by_key(|h| h.view.borrow().record.created_at_ms);
+        all
+    }
+
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.lock().by_id.len()
+    }
+
+    /// Takes no new sandboxes from here on.
+    pub(crate) fn close(&self, why: &str) {
+        self.lock().closed = Some(why.to_owned());
+    }
+}

@@ -1,0 +1,68 @@
+//! What the engine is given. Parsed and checked by the binary; the engine takes it as it is.
+
+use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use hearth_core::network::SlotLayout;
+use hearth_core::spec::VmmKind;
+
+use crate::failpoint::Failpoints;
+
+/// Settings of one engine.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// Names and addresses of this instance's slots.
+    pub layout: SlotLayout,
+    /// State directory shared by all instances: templates, kernels.
+    pub store_dir: PathBuf,
+    /// `<state>/<instance>`: records, disks.
+    pub state_dir: PathBuf,
+    /// `<run>/<instance>`: sockets, logs.
+    pub run_dir: PathBuf,
+    /// Slots kept ready.
+    pub slot_pool: usize,
+    /// Name servers of guests.
+    pub dns: Vec<Ipv4Addr>,
+    /// This binary, to run as shim.
+    pub shim_program: PathBuf,
+    /// The guest agent's binary, packed into initramfs images.
+    pub guest_program: PathBuf,
+    /// Which VMMs there are.
+    pub vmms: Vmms,
+    /// Where creation is made to fail, for tests.
+    pub failpoints: Failpoints,
+    /// How long the release of one resource may take before the sandbox counts as stuck.
+    pub release_deadline: Duration,
+    /// How long a guest may take from start to ready.
+    pub boot_deadline: Duration,
+    /// Size at which a console log is turned over, bytes.
+    pub console_cap_bytes: u64,
+}
+
+/// The VMMs this node can run.
+#[derive(Debug, Clone)]
+pub struct Vmms {
+    /// What `auto` stands for here.
+    pub auto: VmmKind,
+    /// Why.
+    pub auto_reason: String,
+    /// Programs by kind, or why a kind cannot be used.
+    pub programs: BTreeMap<&'static str, Result<PathBuf, String>>,
+    /// Whether KVM runs an ordinary guest here; if not, why.
+    pub kvm: Result<(), String>,
+}
+
+impl Vmms {
+    /// The program of a kind.
+    ///
+    /// # Errors
+    /// Why it cannot be used here and what to do.
+    pub fn program(&self, kind: VmmKind) -> Result<PathBuf, String> {
+        match self.programs.get(kind.as_str()) {
+            Some(found) => found.clone(),
+            None => Err(format!("{kind} is not enabled on this node")),
+        }
+    }
+}

@@ -1,0 +1,433 @@
+//! The engine: everything the daemon decides, behind one value. The binary gives it a host and settings and
+//! passes requests on.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use futures::FutureExt as _;
+use hearth_core::host::Host;
+use hearth_core::id::{SandboxId, SandboxName, TemplateName};
+use hearth_core::image::Template;
+use hearth_core::lifecycle::SandboxState;
+use hearth_core::record::Record;
+use hearth_core::spec::{SandboxSpec, VmmKind};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::blocking::blocking;
+use crate::books::Books;
+use crate::config::EngineConfig;
+use crate::error::EngineError;
+use crate::images;
+use crate::pool::SlotPool;
+use crate::records::Records;
+use crate::sandbox::{Begin, Handle, Sandbox, StepStarted, View};
+use crate::shim_client::Client;
+
+/// What the tasks of one engine share.
+#[derive(Debug)]
+pub(crate) struct Context<H> {
+    pub(crate) host: Arc<H>,
+    pub(crate) config: EngineConfig,
+    pub(crate) records: Records,
+    pub(crate) pool: Arc<SlotPool<H>>,
+    pub(crate) books: Books,
+    /// The daemon ends and leaves VMs to their shims.
+    pub(crate) detach: CancellationToken,
+    /// Ends creations under way.
+    pub(crate) no_creates: CancellationToken,
+}
+
+/// Where the engine is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Phase {
+    /// Requests are refused with this reason; ask again.
+    Starting(String),
+    /// Requests are served.
+    Ready,
+    /// The start failed; the reason tells what to mend.
+    Failed(String),
+}
+
+/// A sandbox as asked for. `None` and 0 take the defaults.
+#[derive(Debug, Clone, Default)]
+pub struct NewSandbox {
+    /// Name; one is made up if `None`.
+    pub name: Option<SandboxName>,
+    /// Virtual CPUs; 0: 1.
+    pub cpus: u32,
+    /// MiB; 0: 256.
+    pub memory_mib: u64,
+    /// MiB; 0: 512.
+    pub disk_mib: u64,
+    /// Seconds; 0: no end.
+    pub timeout_seconds: u64,
+    /// Network card.
+    pub net: bool,
+    /// `None`: the node's choice.
+    pub vmm: Option<VmmKind>,
+    /// Environment of every command.
+    pub env: Vec<(String, String)>,
+}
+
+/// The engine of one instance.
+#[derive(Debug)]
+pub struct Engine<H> {
+    pub(crate) context: Arc<Context<H>>,
+    pub(crate) tasks: TaskTracker,
+    pub(crate) phase: watch::Sender<Phase>,
+    /// Ends the pool's filler and the release of leftovers.
+    pub(crate) stop: CancellationToken,
+}
+
+impl<H: Host> Engine<H> {
+    /// An engine that has touched nothing yet.
+    #[must_use]
+    pub fn new(host: Arc<H>, config: EngineConfig) -> Arc<Self> {
+        let capacity = config.layout.cidr.slot_capacity();
+        let pool = SlotPool::new(Arc::clone(&host), capacity, config.slot_pool, config.release_deadline);
+        let context = Context {
+            records: Records::new(&config.state_dir),
+            host,
+            config,
+            pool,
+            books: Books::default(),
+            detach: CancellationToken::new(),
+            no_creates: CancellationToken::new(),
+        };
+        Arc::new(Self {
+            context: Arc::new(context),
+            tasks: TaskTracker::new(),
+            phase: watch::Sender::new(Phase::Starting("not begun".into())),
+            stop: CancellationToken::new(),
+        })
+    }
+
+    /// Gives up the start: the reason is told to everybody who asks.
+    pub fn fail(&self, why: String) {
+        self.phase.send_replace(Phase::Failed(why));
+    }
+
+    /// Follows the phase.
+    #[must_use]
+    pub fn phase(&self) -> watch::Receiver<Phase> {
+        self.phase.subscribe()
+    }
+
+    pub(crate) fn ready(&self) -> Result<(), EngineError> {
+        match &*self.phase.borrow() {
+            Phase::Ready => Ok(()),
+            Phase::Starting(why) | Phase::Failed(why) => Err(EngineError::Starting(why.clone())),
+        }
+    }
+
+    /// Makes a sandbox. Dropping the future cancels: what was made is released.
+    ///
+    /// # Errors
+    /// After whatever was made is gone, or is stuck and says so.
+    pub async fn create(
+        &self,
+        template: TemplateName,
+        new: NewSandbox,
+        progress: mpsc::Sender<StepStarted>,
+    ) -> Result<View, EngineError> {
+        self.ready()?;
+        let record = self.new_record(template.clone(), new)?;
+        // Held until the guest runs, so that neither the template nor its kernel is replaced in between.
+        let store_dir = self.context.config.store_dir.clone();
+        let (template, _hold) = blocking(move || hold_template(&store_dir, &template)).await?;
+        check_vmm(&self.context.config, &record.spec, &template)?;
+
+        let (outcome, created) = oneshot::channel();
+        let cancel = self.context.no_creates.child_token();
+        let (sandbox, handle) = self.sandbox(record, Some(template), cancel.clone(), Some(progress));
+        self.context.books.enter_new(handle)?;
+        self.spawn(sandbox, Begin::Create(outcome));
+        let cancel_on_drop = cancel.drop_guard();
+        let view = created.await.unwrap_or_else(|_| {
+            Err(EngineError::Failed("the sandbox's task failed; what it made is being released".into()))
+        })?;
+        cancel_on_drop.disarm();
+        Ok(view)
+    }
+
+    fn new_record(&self, template: TemplateName, new: NewSandbox) -> Result<Record, EngineError> {
+        let or = |given: u64, default: u64| if given == 0 { default } else { given };
+        let spec = SandboxSpec {
+            template,
+            cpus: if new.cpus == 0 { 1 } else { new.cpus },
+            memory_mib: or(new.memory_mib, 256),
+            disk_mib: or(new.disk_mib, 512),
+            timeout_seconds: (new.timeout_seconds != 0).then_some(new.timeout_seconds),
+            net: new.net,
+            vmm: new.vmm.unwrap_or(self.context.config.vmms.auto),
+            env: new.env,
+        };
+        spec.validate().map_err(|e| EngineError::Invalid(e.to_string()))?;
+        let id = random_id()?;
+        let name = match new.name {
+            Some(name) => name,
+            None => id.as_str().parse().map_err(|e| EngineError::Failed(format!("{e}")))?,
+        };
+        let created_at_ms = now_ms();
+        Ok(Record {
+            schema: Record::SCHEMA,
+            id,
+            name,
+            ends_at_ms: spec.timeout_seconds.map(|s| created_at_ms + s * 1000),
+            spec,
+            state: SandboxState::Creating,
+            created_at_ms,
+            boot_id: self.context.host.boot_id().to_owned(),
+            slot: None,
+            shim: None,
+            resources: vec![],
+            stuck: None,
+        })
+    }
+
+    /// A sandbox and the handle others hold.
+    pub(crate) fn sandbox(
+        &self,
+        record: Record,
+        template: Option<Template>,
+        cancel: CancellationToken,
+        progress: Option<mpsc::Sender<StepStarted>>,
+    ) -> (Sandbox<H>, Handle) {
+        let (commands, receiver) = mpsc::channel(16);
+        let view = watch::Sender::new(View {
+            state: record.state,
+            record: record.clone(),
+            steps: vec![],
+            shim: None,
+            exit: None,
+            gone: false,
+        });
+        let run_dir = self.run_dir(&record.id);
+        let handle = Handle {
+            id: record.id.clone(),
+            name: record.name.clone(),
+            commands,
+            view: view.subscribe(),
+            cancel: cancel.clone(),
+            run_dir: run_dir.clone(),
+        };
+        let sandbox = Sandbox {
+            context: Arc::clone(&self.context),
+            record,
+            template,
+            run_dir,
+            view,
+            commands: receiver,
+            cancel,
+            progress,
+            shim_pidfd: None,
+        };
+        (sandbox, handle)
+    }
+
+    pub(crate) fn run_dir(&self, id: &SandboxId) -> PathBuf {
+        self.context.config.run_dir.join("sandboxes").join(id.as_str())
+    }
+
+    /// Starts a sandbox's task. If the task panics, a second one releases what the first one owned.
+    pub(crate) fn spawn(&self, sandbox: Sandbox<H>, begin: Begin) {
+        let id = sandbox.record.id.clone();
+        let at_begin = sandbox.record.clone();
+        let context = Arc::clone(&self.context);
+        // Enough of the engine to start the second task.
+        let engine = Self {
+            context: Arc::clone(&self.context),
+            tasks: self.tasks.clone(),
+            phase: self.phase.clone(),
+            stop: self.stop.clone(),
+        };
+        self.tasks.spawn(async move {
+            let Err(panic) = std::panic::AssertUnwindSafe(sandbox.run(begin)).catch_unwind().await else {
+                return;
+            };
+            let why = panic_text(panic.as_ref());
+            tracing::error!(sandbox = %id, "its task panicked: {why}");
+            // The record on disk names everything; before the first write there is at most its directory.
+            let record = context.records.load().ok().and_then(|l| l.records.into_iter().find(|r| r.id == id));
+            let mut record = record.unwrap_or(at_begin);
+            record.intend(hearth_core::resource::Resource::Directory {
+                path: context.records.sandbox_dir(&id),
+            });
+            let (sandbox, handle) = engine.sandbox(record, None, CancellationToken::new(), None);
+            engine.context.books.enter_found(handle);
+            sandbox.run(Begin::Release(format!("its task panicked: {why}"))).await;
+        });
+    }
+
+    /// The sandbox with this id or name.
+    ///
+    /// # Errors
+    /// If there is none, or the node does not know yet.
+    pub fn get(&self, key: &str) -> Result<View, EngineError> {
+        self.ready()?;
+        let view = self.context.books.find(key)?.view.borrow().clone();
+        Ok(view)
+    }
+
+    /// All sandboxes, oldest first.
+    ///
+    /// # Errors
+    /// If the node does not know yet.
+    pub fn list(&self) -> Result<Vec<View>, EngineError> {
+        self.ready()?;
+        Ok(self.context.books.all().iter().map(|h| h.view.borrow().clone()).collect())
+    }
+
+    /// Deletes a sandbox; answers when everything is gone.
+    ///
+    /// # Errors
+    /// If there is none, or something is stuck.
+    pub async fn delete(&self, key: &str) -> Result<(), EngineError> {
+        self.ready()?;
+        let handle = self.context.books.find(key)?;
+        let name = handle.name.to_string();
+        handle.delete().await.map_err(|why| EngineError::Stuck { name, why })
+    }
+
+    /// The shim of a running sandbox.
+    ///
+    /// # Errors
+    /// If it does not run or its shim cannot be reached.
+    pub fn shim(&self, key: &str) -> Result<Client, EngineError> {
+        let view = self.get(key)?;
+        if view.state != SandboxState::Running {
+            return Err(EngineError::Precondition(format!("sandbox {key} is {}, not running", view.state)));
+        }
+        view.shim.ok_or_else(|| {
+            EngineError::Precondition(format!(
+                "the shim of sandbox {key} cannot be reached; see the daemon's log"
+            ))
+        })
+    }
+
+    /// The console log of a sandbox, and its view to follow its end.
+    ///
+    /// # Errors
+    /// If there is no such sandbox.
+    pub fn console(&self, key: &str) -> Result<(PathBuf, watch::Receiver<View>), EngineError> {
+        self.ready()?;
+        let handle = self.context.books.find(key)?;
+        Ok((handle.run_dir.join(hearth_core::shim::CONSOLE_LOG), handle.view))
+    }
+
+    /// How many sandboxes there are, in any state.
+    #[must_use]
+    pub fn sandbox_count(&self) -> usize {
+        self.context.books.len()
+    }
+
+    /// Slots by state.
+    #[must_use]
+    pub fn slot_counts(&self) -> BTreeMap<String, u32> {
+        self.context.pool.counts()
+    }
+
+    /// Settings it was made with.
+    #[must_use]
+    pub fn config(&self) -> &EngineConfig {
+        &self.context.config
+    }
+
+    /// Takes no new sandboxes from here on; those being made are taken back.
+    pub fn close(&self, why: &str) {
+        self.context.books.close(why);
+        self.context.no_creates.cancel();
+    }
+
+    /// Waits until no sandbox is left, at most `within`. True if none is.
+    pub async fn drained(&self, within: Duration) -> bool {
+        let end = tokio::time::Instant::now() + within;
+        loop {
+            let Some(handle) = self.context.books.all().into_iter().next() else { return true };
+            let mut view = handle.view.clone();
+            let gone = view.wait_for(|v| v.gone);
+            if tokio::time::timeout_at(end, gone).await.is_err() {
+                return false;
+            }
+        }
+    }
+
+    /// Deletes every sandbox. What is stuck is told.
+    pub async fn delete_all(&self) -> Vec<String> {
+        let deletes = self.context.books.all().into_iter().map(|handle| async move {
+            handle.delete().await.err().map(|why| format!("sandbox {}: {why}", handle.name))
+        });
+        let mut left = Vec::new();
+        // Bounded: each delete holds a few threads of the blocking pool for a moment.
+        let mut results = futures::stream::StreamExt::buffer_unordered(futures::stream::iter(deletes), 16);
+        while let Some(result) = futures::stream::StreamExt::next(&mut results).await {
+            left.extend(result);
+        }
+        left
+    }
+
+    /// Ends the engine and leaves running VMs to their shims. Prepared slots are released.
+    pub async fn detach(&self) -> Vec<String> {
+        self.close("it is shutting down");
+        self.stop.cancel();
+        // Creations under way are taken back by their own tasks before those end.
+        for handle in self.context.books.all() {
+            let mut view = handle.view.clone();
+            let settled = view.wait_for(|v| v.gone || v.state != SandboxState::Creating);
+            if tokio::time::timeout(Duration::from_secs(20), settled).await.is_err() {
+                tracing::warn!(sandbox = %handle.id, "still being created; the next start takes it back");
+            }
+        }
+        self.context.detach.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+        self.context.pool.close().await
+    }
+}
+
+fn hold_template(
+    store_dir: &std::path::Path,
+    name: &TemplateName,
+) -> Result<(Template, images::template::Hold), EngineError> {
+    let store = images::Store::open(store_dir)?;
+    let hold = images::template::hold(&store, name)?;
+    let template = hold.template.clone();
+    Ok((template, hold))
+}
+
+fn check_vmm(config: &EngineConfig, spec: &SandboxSpec, template: &Template) -> Result<(), EngineError> {
+    let vmms = &config.vmms;
+    vmms.program(spec.vmm).map_err(|why| EngineError::Precondition(format!("vmm {}: {why}", spec.vmm)))?;
+    if spec.vmm == VmmKind::Firecracker
+        && template.rootfs
+        && let Err(why) = &vmms.kvm
+    {
+        return Err(EngineError::Precondition(format!(
+            "vmm firecracker: an ordinary Linux guest does not boot on this host: {why}; use --vmm qemu"
+        )));
+    }
+    Ok(())
+}
+
+fn random_id() -> Result<SandboxId, EngineError> {
+    let mut bytes = [0; SandboxId::LEN];
+    getrandom::fill(&mut bytes).map_err(|e| EngineError::Failed(format!("no random bytes: {e}")))?;
+    Ok(SandboxId::from_random(bytes))
+}
+
+pub(crate) fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    panic
+        .downcast_ref::<&str>()
+        .map(ToString::to_string)
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "no message".into())
+}

@@ -1,0 +1,202 @@
+//! Records on disk: `<state>/<instance>/sandboxes/<id>/record.json`. Written whole under another name,
+//! synced, renamed, directory synced; never truncated in place, so a crash or a full disk leaves the old one.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+
+use hearth_core::exit::{EXIT_RECORD_FILE, ExitRecord};
+use hearth_core::id::SandboxId;
+use hearth_core::record::{RECORD_FILE, Record};
+
+/// The records of one instance.
+#[derive(Debug, Clone)]
+pub(crate) struct Records {
+    dir: PathBuf,
+}
+
+/// What the record directory holds.
+#[derive(Debug, Default)]
+pub(crate) struct Loaded {
+    /// Usable.
+    pub(crate) records: Vec<Record>,
+    /// Sandbox directories whose record cannot be used, and why. Kept as they are.
+    pub(crate) unreadable: BTreeMap<String, String>,
+    /// Sandbox directories without a record: made just before a crash, or released all but this.
+    pub(crate) without: Vec<PathBuf>,
+}
+
+impl Records {
+    /// Records below `state_dir` (the instance's own).
+    #[must_use]
+    pub(crate) fn new(state_dir: &Path) -> Self {
+        Self { dir: state_dir.join("sandboxes") }
+    }
+
+    /// The directory of one sandbox.
+    #[must_use]
+    pub(crate) fn sandbox_dir(&self, id: &SandboxId) -> PathBuf {
+        self.dir.join(id.as_str())
+    }
+
+    /// Writes a record. The sandbox's directory must exist.
+    ///
+    /// # Errors
+    /// From the file system; the former record is then still whole.
+    pub(crate) fn save(&self, record: &Record) -> io::Result<()> {
+        let dir = self.sandbox_dir(&record.id);
+        let fresh = dir.join(format!("{RECORD_FILE}.new"));
+        let mut text = serde_json::to_vec_pretty(record)?;
+        text.push(b'\n');
+        let written = File::create(&fresh).and_then(|mut f| {
+            f.write_all(&text)?;
+            f.sync_data()
+        });
+        written.and_then(|()| fs::rename(&fresh, dir.join(RECORD_FILE)))?;
+        File::open(&dir)?.sync_all()
+    }
+
+    /// Reads every record. Cost is one directory entry and one small file per sandbox.
+    ///
+    /// # Errors
+    /// If the directory cannot be listed; nothing may then be called leaked (law 4). A directory that does
+    /// not exist holds no record.
+    pub(crate) fn load(&self) -> io::Result<Loaded> {
+        let mut loaded = Loaded::default();
+        let entries = match fs::read_dir(&self.dir) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(loaded),
+            Err(e) => return Err(e),
+        };
+        for entry in entries {
+            let path = entry?.path();
+            let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+            match read_record(&path, &name) {
+                Ok(Some(record)) => loaded.records.push(record),
+                Ok(None) => loaded.without.push(path),
+                Err(why) => {
+                    loaded.unreadable.insert(name, why);
+                }
+            }
+        }
+        Ok(loaded)
+    }
+
+    /// How the VM of a sandbox ended, if its shim said so.
+    #[must_use]
+    pub(crate) fn exit_record(&self, id: &SandboxId) -> Option<ExitRecord> {
+        let text = fs::read(self.sandbox_dir(id).join(EXIT_RECORD_FILE)).ok()?;
+        serde_json::from_slice(&text).ok()
+    }
+}
+
+fn read_record(dir: &Path, name: &str) -> Result<Option<Record>, String> {
+    let path = dir.join(RECORD_FILE);
+    let text = match fs::read(&path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(format!("{}: {e}", path.display())),
+    };
+    // The version first: a newer form may not parse as ours.
+    #[derive(serde::Deserialize)]
+    struct Head {
+        schema: u32,
+    }
+    let head: Head = serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    if head.schema > Record::SCHEMA {
+        return Err(format!(
+            "{}: schema {} is newer than the {} this hearth knows; use the newer hearth",
+            path.display(),
+            head.schema,
+            Record::SCHEMA
+        ));
+    }
+    let record: Record = serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    if record.id.as_str() != name {
+        return Err(format!("{}: it names sandbox {}, its directory {name}", path.display(), record.id));
+    }
+    Ok(Some(record))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hearth_core::lifecycle::SandboxState;
+    use hearth_core::spec::{SandboxSpec, VmmKind};
+
+    pub(crate) fn record(id: &str) -> Record {
+        Record {
+            schema: Record::SCHEMA,
+            id: id.parse().unwrap(),
+            name: "a".parse().unwrap(),
+            spec: SandboxSpec {
+                template: "base".parse().unwrap(),
+                cpus: 1,
+                memory_mib: 128,
+                disk_mib: 64,
+                timeout_seconds: None,
+                net: true,
+                vmm: VmmKind::Process,
+                env: vec![],
+            },
+            state: SandboxState::Creating,
+            created_at_ms: 1,
+            ends_at_ms: None,
+            boot_id: "b".into(),
+            slot: None,
+            shim: None,
+            resources: vec![],
+            stuck: None,
+        }
+    }
+
+    #[test]
+    fn what_is_saved_is_loaded_and_what_cannot_be_used_is_kept() {
+        let tmp = tempfile::tempdir().unwrap();
+        let records = Records::new(tmp.path());
+        assert!(records.load().unwrap().records.is_empty());
+        let good = record("aaaaaaaaaaaaaaaa");
+        for name in ["aaaaaaaaaaaaaaaa", "empty", "future", "truncated", "bare", "other"] {
+            fs::create_dir_all(tmp.path().join("sandboxes").join(name)).unwrap();
+        }
+        records.save(&good).unwrap();
+        let put = |name: &str, text: &str| {
+            fs::write(tmp.path().join("sandboxes").join(name).join(RECORD_FILE), text).unwrap();
+        };
+        put("empty", "");
+        put("future", "{\"schema\": 99, \"new\": true}");
+        put("truncated", "{\"schema\": 1, \"id\": \"tr");
+        put("other", &serde_json::to_string(&good).unwrap());
+        let loaded = records.load().unwrap();
+        assert_eq!(loaded.records, vec![good]);
+        assert_eq!(
+            loaded.unreadable.keys().map(String::as_str).collect::<Vec<_>>(),
+            ["empty", "future", "other", "truncated"]
+        );
+        assert!(loaded.unreadable["future"].contains("newer"));
+        assert_eq!(loaded.without.len(), 1);
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_listed_is_an_error_not_an_empty_list() {
+        let tmp = tempfile::tempdir().unwrap();
+        fs::write(tmp.path().join("sandboxes"), "a file").unwrap();
+        assert!(Records::new(tmp.path()).load().is_err());
+    }
+
+    #[test]
+    fn a_failed_write_leaves_the_former_record() {
+        let tmp = tempfile::tempdir().unwrap();
+        let records = Records::new(tmp.path());
+        let mut r = record("aaaaaaaaaaaaaaaa");
+        let dir = records.sandbox_dir(&r.id);
+        fs::create_dir_all(&dir).unwrap();
+        records.save(&r).unwrap();
+        // The new one cannot be made: its name is a directory.
+        fs::create_dir(dir.join("record.json.new")).unwrap();
+        r.state = SandboxState::Running;
+        assert!(records.save(&r).is_err());
+        assert_eq!(records.load().unwrap().records[0].state, SandboxState::Creating);
+    }
+}

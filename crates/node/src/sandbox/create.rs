@@ -1,0 +1,225 @@
+//! The steps of creation. Each notes its intent in the record before it touches the host (law 1).
+
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use hearth_core::host::{Host, SpawnSpec};
+use hearth_core::network::{GUEST_MAC, TAP_NAME};
+use hearth_core::resource::Resource;
+use hearth_core::shim::{GuestNetSpec, SHIM_LOG, SHIM_PROTOCOL, SHIM_SPEC_FILE, ShimSpec};
+use hearth_core::steps::Step;
+
+use super::task::{CreateError, Sandbox};
+use crate::blocking::{blocking, on_host};
+use crate::error::chain;
+use crate::images::{self, Job};
+use crate::shim_client;
+
+/// How long a shim may take from start to its first answer.
+const SHIM_START: Duration = Duration::from_secs(20);
+/// Work on images that is never stopped half-way.
+static GO_ON: AtomicBool = AtomicBool::new(false);
+/// File name of the writable disk in a sandbox's state directory.
+const DISK_FILE: &str = "disk.ext4";
+
+impl<H: Host> Sandbox<H> {
+    /// Runs all steps. Ends early, between two steps or while it waits for the guest, when cancelled.
+    pub(super) async fn create(&mut self) -> Result<(), CreateError> {
+        for step in Step::ALL {
+            if self.cancel.is_cancelled() {
+                return Err(CreateError::Cancelled);
+            }
+            // The receiver is gone when the caller is; that cancels, and is seen above.
+            if let Some(progress) = &self.progress
+                && progress.send(super::StepStarted(step)).await.is_err()
+            {
+                return Err(CreateError::Cancelled);
+            }
+            let begun = Instant::now();
+            let failed = |why| CreateError::Step(step, why);
+            self.context.config.failpoints.before(step).await.map_err(failed)?;
+            self.step(step).await?;
+            self.context.config.failpoints.after(step).map_err(failed)?;
+            self.view.send_modify(|v| v.steps.push((step, begun.elapsed())));
+        }
+        Ok(())
+    }
+
+    async fn step(&mut self, step: Step) -> Result<(), CreateError> {
+        let failed = |why: String| CreateError::Step(step, why);
+        match step {
+            Step::Record => {
+                let path = self.context.records.sandbox_dir(&self.record.id);
+                // The record lies in this directory, so here the effect comes first; a directory of this
+                // place without a record is ours by its place and is released by the next start.
+                self.record.intend(Resource::Directory { path: path.clone() });
+                self.ensure(Resource::Directory { path }).await.map_err(failed)?;
+                self.save().await.map_err(failed)
+            }
+            Step::RunDirectory => {
+                let path = self.run_dir.clone();
+                self.intend_and_ensure(Resource::Directory { path }).await.map_err(failed)
+            }
+            Step::Disk => {
+                if !self.has_rootfs() {
+                    return Ok(());
+                }
+                // Inside the state directory, which the record names.
+                let path = self.context.records.sandbox_dir(&self.record.id).join(DISK_FILE);
+                let size = self.record.spec.disk_mib;
+                // Not stopped half-way: it takes milliseconds, and its end is awaited in any case.
+                let made = blocking(move || images::disk::create(&path, size, &Job::quiet(&GO_ON))).await;
+                made.map_err(|e| failed(chain(&e)))?;
+                Ok(())
+            }
+            Step::Slot => {
+                let slot = self.context.pool.acquire().await.map_err(|e| match e {
+                    crate::EngineError::Exhausted(why) => CreateError::Exhausted(why),
+                    other => failed(chain(&other)),
+                })?;
+                self.record.slot = Some(slot);
+                for part in Resource::of_slot(slot) {
+                    self.record.intend(part);
+                }
+                self.save().await.map_err(failed)
+            }
+            Step::Cgroup => {
+                let name = self.record.id.to_string();
+                self.intend_and_ensure(Resource::Cgroup { name }).await.map_err(failed)
+            }
+            Step::Shim => self.start_shim().await.map_err(failed),
+            Step::Boot => self.boot().await,
+        }
+    }
+
+    async fn intend_and_ensure(&mut self, resource: Resource) -> Result<(), String> {
+        self.record.intend(resource.clone());
+        self.save().await?;
+        self.ensure(resource).await
+    }
+
+    async fn ensure(&self, resource: Resource) -> Result<(), String> {
+        on_host(&self.context.host, move |host| host.ensure(&resource)).await.map_err(|e| chain(&e))
+    }
+
+    async fn start_shim(&mut self) -> Result<(), String> {
+        let spec = self.shim_spec().await?;
+        let path = self.run_dir.join(SHIM_SPEC_FILE);
+        let text = serde_json::to_vec_pretty(&spec).map_err(|e| e.to_string())?;
+        let shown = path.display().to_string();
+        blocking(move || std::fs::write(&path, text)).await.map_err(|e| format!("{shown}: {e}"))?;
+        let config = &self.context.config;
+        let spawn = SpawnSpec {
+            program: config.shim_program.clone(),
+            args: vec!["shim".into(), "--dir".into(), self.run_dir.display().to_string()],
+            env: vec![("PATH".into(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".into())],
+            cgroup: self.record.id.to_string(),
+            log: self.run_dir.join(SHIM_LOG),
+        };
+        // The cgroup, named in the record, is the intent for every process born in it.
+        let spawned =
+            on_host(&self.context.host, move |host| host.spawn(&spawn)).await.map_err(|e| chain(&e))?;
+        self.record.shim = Some(spawned.identity.clone());
+        self.record.intend(Resource::Process { process: spawned.identity });
+        self.shim_pidfd = Some(spawned.pidfd);
+        self.save().await?;
+        let client = shim_client::connect_new(&self.run_dir, &self.record.id, SHIM_START);
+        let client = tokio::select! {
+            client = client => client,
+            () = self.cancel.cancelled() => Err("cancelled".into()),
+        };
+        let client = client.map_err(|why| format!("{why}{}", self.shim_log_tail()))?;
+        self.view.send_modify(|v| v.shim = Some(client));
+        Ok(())
+    }
+
+    /// Last words of the shim, for an error message.
+    fn shim_log_tail(&self) -> String {
+        let Ok(text) = std::fs::read(self.run_dir.join(SHIM_LOG)) else { return String::new() };
+        let text = String::from_utf8_lossy(&text);
+        match text.lines().rfind(|l| !l.trim().is_empty()) {
+            Some(line) => format!("; the shim's last line: {line}"),
+            None => String::new(),
+        }
+    }
+
+    async fn shim_spec(&self) -> Result<ShimSpec, String> {
+        let config = &self.context.config;
+        let record = &self.record;
+        let state_dir = self.context.records.sandbox_dir(&record.id);
+        let boot = self.boot_files().await?;
+        let slot = record.slot.ok_or("no slot was assigned")?;
+        Ok(ShimSpec {
+            protocol: SHIM_PROTOCOL,
+            instance: config.layout.instance.clone(),
+            id: record.id.clone(),
+            name: record.name.clone(),
+            vmm: record.spec.vmm,
+            program: config.vmms.program(record.spec.vmm)?,
+            kernel: boot.kernel,
+            initramfs: boot.initramfs,
+            rootfs: boot.rootfs,
+            overlay: self.has_rootfs().then(|| state_dir.join(DISK_FILE)),
+            cpus: record.spec.cpus,
+            memory_mib: record.spec.memory_mib,
+            netns: Some(config.layout.netns_path(slot)),
+            net: record.spec.net.then(|| self.guest_net()),
+            agent: self.has_rootfs(),
+            env: record.spec.env.clone(),
+            ends_at_ms: record.ends_at_ms,
+            run_dir: self.run_dir.clone(),
+            state_dir,
+            console_cap_bytes: config.console_cap_bytes,
+        })
+    }
+
+    fn has_rootfs(&self) -> bool {
+        self.template.as_ref().is_some_and(|t| t.rootfs)
+    }
+
+    fn guest_net(&self) -> GuestNetSpec {
+        GuestNetSpec { tap: TAP_NAME.into(), mac: GUEST_MAC.into(), dns: self.context.config.dns.clone() }
+    }
+
+    async fn boot_files(&self) -> Result<BootFiles, String> {
+        let store_dir = self.context.config.store_dir.clone();
+        let guest = self.context.config.guest_program.clone();
+        let template = self.template.clone().ok_or("it was not made by this daemon")?;
+        blocking(move || {
+            let store = images::Store::open(&store_dir).map_err(|e| chain(&e))?;
+            let kernel = images::kernel::elf_path(&store, &template.kernel);
+            if !template.rootfs {
+                return Ok(BootFiles { kernel, initramfs: None, rootfs: None });
+            }
+            let agent = std::fs::read(&guest).map_err(|e| {
+                format!(
+                    "guest agent {}: {e}; put hearth-guest beside hearth or set HEARTH_GUEST",
+                    guest.display()
+                )
+            })?;
+            let initramfs = images::initramfs::ensure(&store, &template.kernel, &agent, &Job::quiet(&GO_ON))
+                .map_err(|e| chain(&e))?;
+            let rootfs = Some(images::template::rootfs_path(&store, &template.name));
+            Ok(BootFiles { kernel, initramfs: Some(initramfs), rootfs })
+        })
+        .await
+    }
+
+    async fn boot(&mut self) -> Result<(), CreateError> {
+        let client = self.view.borrow().shim.clone();
+        let Some(client) = client else {
+            return Err(CreateError::Step(Step::Boot, "the shim is not connected".into()));
+        };
+        let within = self.context.config.boot_deadline;
+        tokio::select! {
+            booted = shim_client::boot(&client, within) => booted.map_err(|w| CreateError::Step(Step::Boot, w)),
+            () = self.cancel.cancelled() => Err(CreateError::Cancelled),
+        }
+    }
+}
+
+struct BootFiles {
+    kernel: std::path::PathBuf,
+    initramfs: Option<std::path::PathBuf>,
+    rootfs: Option<std::path::PathBuf>,
+}

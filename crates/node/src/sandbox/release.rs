@@ -1,0 +1,122 @@
+//! The one release path: the steps of creation backwards, from any prefix. It goes on past errors and may be
+//! run again; "already gone" is success.
+
+use std::time::Duration;
+
+use hearth_core::host::Host;
+use hearth_core::lifecycle::SandboxState;
+use hearth_core::resource::{Kind, Resource};
+
+use super::task::Sandbox;
+use crate::blocking::on_host;
+use crate::error::chain;
+use crate::shim_client;
+
+/// How long the shim may take to kill the VM and write the exit record before the cgroup is killed.
+const GENTLE: Duration = Duration::from_secs(3);
+
+impl<H: Host> Sandbox<H> {
+    /// One pass over everything the record names. What is left is told, and stays in the record.
+    pub(super) async fn release_once(&mut self) -> Result<(), String> {
+        let other_boot = self.record.boot_id != self.context.host.boot_id();
+        if other_boot {
+            // Pids and slot numbers of another boot name other things now; only names that are unique for
+            // ever (the cgroup's, the directories') may be followed.
+            self.record.shim = None;
+            self.record.slot = None;
+            self.record.resources.retain(|r| matches!(r.kind(), Kind::Directory | Kind::Cgroup));
+        }
+        self.record.state = SandboxState::Deleting;
+        self.record.stuck = None;
+        self.save_if_kept().await;
+        self.stop_gently().await;
+
+        let mut left = Vec::new();
+        // The processes first: they hold everything else.
+        for kind in [Kind::Process, Kind::Cgroup] {
+            self.release_kind(kind, &mut left).await;
+        }
+        if left.is_empty() {
+            self.shim_pidfd = None;
+            self.release_slot(&mut left).await;
+        }
+        let run_dir = Resource::Directory { path: self.run_dir.clone() };
+        if self.record.resources.contains(&run_dir) {
+            self.release_one(&run_dir, &mut left).await;
+        }
+        if left.is_empty() {
+            // Last, since the record lies in it.
+            self.release_kind(Kind::Directory, &mut left).await;
+        }
+        if left.is_empty() {
+            return Ok(());
+        }
+        let why = left.join("; ");
+        self.record.state = SandboxState::Stuck;
+        self.record.stuck = Some(why.clone());
+        self.save_if_kept().await;
+        Err(why)
+    }
+
+    /// Asks the shim to kill the VM, so that the exit is recorded as ours. Whatever it answers, the cgroup is
+    /// killed afterwards.
+    async fn stop_gently(&mut self) {
+        let client = self.view.borrow().shim.clone();
+        self.view.send_modify(|v| v.shim = None);
+        if let Some(client) = client
+            && let Err(why) = shim_client::stop(&client, GENTLE).await
+        {
+            tracing::debug!(sandbox = %self.record.id, "the shim did not stop its VM: {why}");
+        }
+    }
+
+    async fn release_kind(&mut self, kind: Kind, left: &mut Vec<String>) {
+        let resources: Vec<Resource> =
+            self.record.resources.iter().rev().filter(|r| r.kind() == kind).cloned().collect();
+        for resource in resources {
+            self.release_one(&resource, left).await;
+        }
+    }
+
+    async fn release_one(&mut self, resource: &Resource, left: &mut Vec<String>) {
+        let (what, within) = (resource.clone(), self.context.config.release_deadline);
+        match on_host(&self.context.host, move |host| host.release(&what, within)).await {
+            Ok(()) => self.record.absent(resource),
+            Err(e) => left.push(chain(&e)),
+        }
+    }
+
+    /// Gives the slot back to the pool, which resets or removes it.
+    async fn release_slot(&mut self, left: &mut Vec<String>) {
+        let Some(slot) = self.record.slot else { return };
+        match self.context.pool.retire(slot).await {
+            Ok(retired) => {
+                self.record.slot = None;
+                for part in Resource::of_slot(slot) {
+                    self.record.absent(&part);
+                }
+                // Before the slot may become another's: two records must not name it.
+                self.save_if_kept().await;
+                self.context.pool.put(&retired);
+            }
+            Err(why) => left.push(why),
+        }
+    }
+
+    /// Writes the record if its directory is still there. A failure costs nothing but knowledge: the release
+    /// goes on, and the next start finds the same things by their names.
+    async fn save_if_kept(&mut self) {
+        let kept = self
+            .record
+            .resources
+            .iter()
+            .any(|r| matches!(r, Resource::Directory { path } if *path != self.run_dir));
+        if !kept {
+            self.show();
+            return;
+        }
+        if let Err(why) = self.save().await {
+            tracing::warn!(sandbox = %self.record.id, "{why}");
+        }
+    }
+}

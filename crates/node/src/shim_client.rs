@@ -1,0 +1,91 @@
+//! The daemon's end of a shim's socket.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hearth_api::shim::shim_service_client::ShimServiceClient;
+use hearth_api::shim::{BootRequest, InfoRequest, InfoResponse, StopRequest};
+use hearth_core::id::SandboxId;
+use hearth_core::shim::{SHIM_PROTOCOL, SHIM_SOCKET};
+use hyper_util::rt::TokioIo;
+use tonic::transport::{Channel, Endpoint};
+
+/// A client of one shim. Cheap to clone.
+pub type Client = ShimServiceClient<Channel>;
+
+/// How long a shim may take to answer what it answers at once.
+const ANSWER: Duration = Duration::from_secs(5);
+
+/// Connects and proves that the shim serves the sandbox it should.
+///
+/// # Errors
+/// In words, with the socket.
+pub(crate) async fn connect(run_dir: &Path, id: &SandboxId) -> Result<Client, String> {
+    let socket = run_dir.join(SHIM_SOCKET);
+    let client = channel(socket.clone()).await.map_err(|e| format!("{}: {e}", socket.display()))?;
+    let info = info(&client).await.map_err(|e| format!("{}: {e}", socket.display()))?;
+    if info.sandbox_id != id.as_str() {
+        return Err(format!("{}: the shim serves sandbox {}, not {id}", socket.display(), info.sandbox_id));
+    }
+    if info.protocol > SHIM_PROTOCOL || info.protocol + 1 < SHIM_PROTOCOL {
+        return Err(format!(
+            "{}: the shim speaks protocol {}, this daemon {SHIM_PROTOCOL} and the one before",
+            socket.display(),
+            info.protocol
+        ));
+    }
+    Ok(client)
+}
+
+/// Like [`connect`], tried again until the socket is there or `within` has passed.
+pub(crate) async fn connect_new(run_dir: &Path, id: &SandboxId, within: Duration) -> Result<Client, String> {
+    let end = tokio::time::Instant::now() + within;
+    loop {
+        match connect(run_dir, id).await {
+            Ok(client) => return Ok(client),
+            Err(why) if tokio::time::Instant::now() >= end => {
+                return Err(format!("the shim did not answer within {} s: {why}", within.as_secs()));
+            }
+            Err(_) => tokio::time::sleep(Duration::from_millis(5)).await,
+        }
+    }
+}
+
+async fn channel(socket: PathBuf) -> Result<Client, tonic::transport::Error> {
+    let connector = tower::service_fn(move |_: tonic::transport::Uri| {
+        let socket = socket.clone();
+        async move { tokio::net::UnixStream::connect(socket).await.map(TokioIo::new) }
+    });
+    // The address is not used: the connector has the path.
+    let channel = Endpoint::from_static("http://shim.invalid")
+        .connect_timeout(ANSWER)
+        .connect_with_connector(connector)
+        .await?;
+    Ok(ShimServiceClient::new(channel))
+}
+
+async fn info(client: &Client) -> Result<InfoResponse, String> {
+    match tokio::time::timeout(ANSWER, client.clone().info(InfoRequest {})).await {
+        Ok(Ok(answer)) => Ok(answer.into_inner()),
+        Ok(Err(status)) => Err(status.message().to_owned()),
+        Err(_) => Err(format!("no answer within {} s", ANSWER.as_secs())),
+    }
+}
+
+/// Starts the VM and waits until the guest is ready.
+pub(crate) async fn boot(client: &Client, within: Duration) -> Result<(), String> {
+    match tokio::time::timeout(within, client.clone().boot(BootRequest {})).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(status)) => Err(status.message().to_owned()),
+        Err(_) => Err(format!("the guest was not ready within {} s", within.as_secs())),
+    }
+}
+
+/// Has the VM killed and its exit recorded.
+pub(crate) async fn stop(client: &Client, within: Duration) -> Result<(), String> {
+    match tokio::time::timeout(within, client.clone().stop(StopRequest { grace_ms: 0 })).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(status)) => Err(status.message().to_owned()),
+        Err(_) => Err(format!("no answer within {} ms", within.as_millis())),
+    }
+}

@@ -1,0 +1,225 @@
+//! An engine on a fake host, with shims that are threads of the test: they serve the real shim protocol on
+//! the real socket and end when their fake process does.
+#![allow(clippy::unwrap_used, missing_docs, unreachable_pub, dead_code)]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures::Stream;
+use hearth_api::shim::shim_service_server::{ShimService, ShimServiceServer};
+use hearth_api::shim::{
+    BootRequest, BootResponse, InfoRequest, InfoResponse, StopRequest, StopResponse, WatchRequest,
+};
+use hearth_api::v1::{
+    ExecInput, ExecOutput, ResizeExecRequest, ResizeExecResponse, SignalExecRequest, SignalExecResponse,
+};
+use hearth_core::image::{Kernel, Template};
+use hearth_core::network::SlotLayout;
+use hearth_core::resource::Resource;
+use hearth_core::shim::{SHIM_SOCKET, ShimSpec};
+use hearth_core::spec::VmmKind;
+use hearth_node::{Engine, EngineConfig, EngineError, Failpoints, NewSandbox, Phase, View, Vmms};
+use hearth_testkit::FakeHost;
+use tokio::sync::mpsc;
+use tonic::{Request, Response, Status, Streaming};
+
+/// A state directory, a fake host on it, and the engines that come and go.
+pub struct Bench {
+    pub tmp: tempfile::TempDir,
+    pub host: Arc<FakeHost>,
+    pub boot_blocks: Arc<AtomicBool>,
+    pub cidr: &'static str,
+    pub slot_pool: usize,
+}
+
+pub const TEMPLATE: &str = "flat";
+
+impl Bench {
+    pub fn new() -> Self {
+        Self::sized("10.12.0.0/24", 2)
+    }
+
+    pub fn sized(cidr: &'static str, slot_pool: usize) -> Self {
+        let tmp = tempfile::tempdir().unwrap();
+        let layout = layout(cidr);
+        let (state, run) = (tmp.path().join("state/t"), tmp.path().join("run/t"));
+        std::fs::create_dir_all(&state).unwrap();
+        std::fs::create_dir_all(&run).unwrap();
+        let host = Arc::new(FakeHost::new(layout, state, run));
+        let boot_blocks = Arc::new(AtomicBool::new(false));
+        let blocks = Arc::clone(&boot_blocks);
+        host.on_spawn(move |spec, process| {
+            let dir = PathBuf::from(spec.args.last().ok_or("no directory")?);
+            let blocks = Arc::clone(&blocks);
+            std::thread::spawn(move || shim_thread(&dir, &process, blocks));
+            Ok(())
+        });
+        write_template(&tmp.path().join("state"));
+        Self { tmp, host, boot_blocks, cidr, slot_pool }
+    }
+
+    pub fn config(&self, failpoints: Failpoints) -> EngineConfig {
+        let program = Ok(PathBuf::from("/bin/true"));
+        EngineConfig {
+            layout: layout(self.cidr),
+            store_dir: self.tmp.path().join("state"),
+            state_dir: self.tmp.path().join("state/t"),
+            run_dir: self.tmp.path().join("run/t"),
+            slot_pool: self.slot_pool,
+            dns: vec![],
+            shim_program: "/bin/true".into(),
+            guest_program: "/bin/true".into(),
+            vmms: Vmms {
+                auto: VmmKind::Process,
+                auto_reason: String::new(),
+                programs: BTreeMap::from([(VmmKind::Process.as_str(), program)]),
+                kvm: Err("a test".into()),
+            },
+            failpoints,
+            release_deadline: Duration::from_millis(300),
+            boot_deadline: Duration::from_secs(5),
+            console_cap_bytes: 4096,
+        }
+    }
+
+    pub async fn engine(&self) -> Arc<Engine<FakeHost>> {
+        self.engine_with(Failpoints::default()).await
+    }
+
+    pub async fn engine_with(&self, failpoints: Failpoints) -> Arc<Engine<FakeHost>> {
+        let engine = Engine::new(Arc::clone(&self.host), self.config(failpoints));
+        engine.start().await.unwrap();
+        assert_eq!(*engine.phase().borrow(), Phase::Ready);
+        engine
+    }
+
+    /// What exists beyond the instance's constant table, once prepared slots are gone too.
+    pub fn leftovers(&self) -> Vec<Resource> {
+        self.host.leftovers().into_iter().filter(|r| *r != Resource::HostFirewall).collect()
+    }
+}
+
+pub fn layout(cidr: &str) -> SlotLayout {
+    SlotLayout {
+        instance: "t".parse().unwrap(),
+        veth_prefix: "hth".parse().unwrap(),
+        cidr: cidr.parse().unwrap(),
+    }
+}
+
+pub async fn create(engine: &Engine<FakeHost>, name: &str) -> Result<View, EngineError> {
+    let (progress, mut steps) = mpsc::channel(16);
+    let new = NewSandbox { name: Some(name.parse().unwrap()), ..NewSandbox::default() };
+    let view = engine.create(TEMPLATE.parse().unwrap(), new, progress).await;
+    while steps.try_recv().is_ok() {}
+    view
+}
+
+fn write_template(state: &Path) {
+    let template = state.join("templates").join(TEMPLATE);
+    let kernel = state.join("kernels/k");
+    std::fs::create_dir_all(&template).unwrap();
+    std::fs::create_dir_all(&kernel).unwrap();
+    let k = Kernel {
+        schema: Kernel::SCHEMA,
+        name: "k".parse().unwrap(),
+        release: "1".into(),
+        modules: vec![],
+        source: "test".into(),
+        created_at_ms: 1,
+    };
+    let t = Template {
+        schema: Template::SCHEMA,
+        name: TEMPLATE.parse().unwrap(),
+        kernel: "k".parse().unwrap(),
+        rootfs: false,
+        rootfs_bytes: 0,
+        source: "test".into(),
+        created_at_ms: 1,
+    };
+    std::fs::write(kernel.join(Kernel::FILE), serde_json::to_vec(&k).unwrap()).unwrap();
+    std::fs::write(kernel.join(Kernel::ELF), b"x").unwrap();
+    std::fs::write(template.join(Template::FILE), serde_json::to_vec(&t).unwrap()).unwrap();
+}
+
+/// Plays one shim until its fake process ends.
+fn shim_thread(dir: &Path, process: &hearth_testkit::fake_host::ProcessHandle, blocks: Arc<AtomicBool>) {
+    let spec: ShimSpec = serde_json::from_slice(&std::fs::read(dir.join("spec.json")).unwrap()).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let shim = FakeShim { spec, pid: process.identity().pid, blocks };
+    let socket = dir.join(SHIM_SOCKET);
+    runtime.block_on(async {
+        let listener = tokio::net::UnixListener::bind(socket).unwrap();
+        let incoming = tokio_stream::wrappers::UnixListenerStream::new(listener);
+        let process = process.clone();
+        let ended =
+            tokio::task::spawn_blocking(move || while process.wait(Duration::from_secs(60)).is_none() {});
+        let served = tonic::transport::Server::builder()
+            .add_service(ShimServiceServer::new(shim))
+            .serve_with_incoming(incoming);
+        tokio::select! {
+            _ = ended => {}
+            served = served => served.unwrap(),
+        }
+    });
+}
+
+struct FakeShim {
+    spec: ShimSpec,
+    pid: u32,
+    blocks: Arc<AtomicBool>,
+}
+
+type Messages<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl ShimService for FakeShim {
+    type WatchStream = Messages<InfoResponse>;
+    type ExecStream = Messages<ExecOutput>;
+
+    async fn info(&self, _: Request<InfoRequest>) -> Result<Response<InfoResponse>, Status> {
+        Ok(Response::new(InfoResponse {
+            protocol: self.spec.protocol,
+            sandbox_id: self.spec.id.to_string(),
+            shim_pid: self.pid,
+            ..InfoResponse::default()
+        }))
+    }
+
+    async fn boot(&self, _: Request<BootRequest>) -> Result<Response<BootResponse>, Status> {
+        while self.blocks.load(Ordering::Relaxed) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        Ok(Response::new(BootResponse { vmm_pid: self.pid + 1 }))
+    }
+
+    async fn stop(&self, _: Request<StopRequest>) -> Result<Response<StopResponse>, Status> {
+        Ok(Response::new(StopResponse { exit: String::new() }))
+    }
+
+    async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        Err(Status::unimplemented("not in tests"))
+    }
+
+    async fn exec(&self, _: Request<Streaming<ExecInput>>) -> Result<Response<Self::ExecStream>, Status> {
+        Err(Status::unimplemented("not in tests"))
+    }
+
+    async fn signal_exec(
+        &self,
+        _: Request<SignalExecRequest>,
+    ) -> Result<Response<SignalExecResponse>, Status> {
+        Err(Status::unimplemented("not in tests"))
+    }
+
+    async fn resize_exec(
+        &self,
+        _: Request<ResizeExecRequest>,
+    ) -> Result<Response<ResizeExecResponse>, Status> {
+        Err(Status::unimplemented("not in tests"))
+    }
+}

@@ -1,0 +1,187 @@
+//! The fake's answers to the engine: the semantics of the kernel host, in memory.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use hearth_core::host::{Census, ErrorClass, Host, HostError, Sighting, SpawnSpec, Spawned};
+use hearth_core::network::SlotIndex;
+use hearth_core::process::{Liveness, ProcessIdentity};
+use hearth_core::resource::{Kind, Resource};
+
+use super::{FIRST_PID, FakeHost, Fault, ProcessHandle, Verb, after, error};
+
+impl Host for FakeHost {
+    fn census(&self, kind: Kind) -> Result<Census, HostError> {
+        let fault = self.begin(Verb::Census, kind, kind.as_str(), Duration::ZERO)?;
+        if fault == Some(Fault::Incomplete) {
+            return Ok(Census { incomplete: vec!["ordered by the test".into()], ..Census::default() });
+        }
+        if kind == Kind::Record {
+            let why = "records are files of the engine, not of the host";
+            return Err(error(Verb::Census, "records", ErrorClass::Refused, why));
+        }
+        let mut census = if kind == Kind::Directory { self.directories() } else { Census::default() };
+        let inner = self.lock();
+        for sighting in &mut census.ours {
+            if let Resource::Directory { path } = &sighting.resource
+                && inner.half_directories.contains(path)
+            {
+                sighting.facts = "half made".into();
+            }
+        }
+        for (resource, whole) in inner.things.iter().filter(|(r, _)| r.kind() == kind) {
+            let facts = if *whole { "whole" } else { "half made" };
+            census.ours.push(Sighting { resource: resource.clone(), facts: facts.into() });
+        }
+        if kind == Kind::Process {
+            for (process, cgroup) in inner.processes.values().filter(|(p, _)| p.ended().is_none()) {
+                let resource = Resource::Process { process: process.identity().clone() };
+                census.ours.push(Sighting { resource, facts: format!("in cgroup {cgroup}") });
+            }
+        }
+        for (resource, why) in inner.foreign.iter().filter(|(r, _)| r.kind() == kind) {
+            census.ours.retain(|s| s.resource != *resource);
+            census.foreign.insert(resource.to_string(), why.clone());
+        }
+        census.ours.sort_by_key(|s| s.resource.to_string());
+        Ok(census)
+    }
+
+    fn ensure(&self, resource: &Resource) -> Result<(), HostError> {
+        let what = resource.to_string();
+        let fault = self.begin(Verb::Ensure, resource.kind(), &what, Duration::ZERO)?;
+        let mut inner = self.lock();
+        self.check(Verb::Ensure, &inner, resource)?;
+        let fail = |class, why: &str| Err(error(Verb::Ensure, &what, class, why));
+        let whole = !matches!(fault, Some(Fault::HalfDone(_)));
+        match resource {
+            Resource::Process { .. } => return fail(ErrorClass::Refused, "a process is spawned"),
+            Resource::Veth { slot } | Resource::Tap { slot } | Resource::SandboxFirewall { slot } => {
+                if inner.things.get(&Resource::Netns { slot: *slot }) != Some(&true) {
+                    return fail(ErrorClass::Refused, "the slot's namespace is absent");
+                }
+                inner.things.insert(resource.clone(), whole);
+            }
+            Resource::Directory { path } => {
+                if let Err(e) = fs::create_dir_all(path) {
+                    return fail(ErrorClass::Foreign, &e.to_string());
+                }
+                if whole {
+                    inner.half_directories.retain(|p| p != path);
+                } else {
+                    inner.half_directories.push(path.clone());
+                }
+            }
+            _ => drop(inner.things.insert(resource.clone(), whole)),
+        }
+        after(Verb::Ensure, &what, fault)
+    }
+
+    fn release(&self, resource: &Resource, within: Duration) -> Result<(), HostError> {
+        let what = resource.to_string();
+        let fault = self.begin(Verb::Release, resource.kind(), &what, within)?;
+        let mut inner = self.lock();
+        self.check(Verb::Release, &inner, resource)?;
+        if matches!(fault, Some(Fault::HalfDone(_))) {
+            if let Some(whole) = inner.things.get_mut(resource) {
+                *whole = false;
+            }
+        } else {
+            self.remove(&mut inner, resource)?;
+        }
+        after(Verb::Release, &what, fault)
+    }
+
+    fn reset_slot(&self, slot: SlotIndex) -> Result<(), HostError> {
+        let what = format!("slot {slot}");
+        let fault = self.begin(Verb::Reset, Kind::Netns, &what, Duration::ZERO)?;
+        let mut inner = self.lock();
+        if let Some(part) = Resource::of_slot(slot).iter().find(|r| inner.things.get(r) != Some(&true)) {
+            return Err(error(Verb::Reset, &what, ErrorClass::Refused, &format!("{part} is not whole")));
+        }
+        if let Some(Fault::HalfDone(_)) = fault {
+            inner.things.insert(Resource::SandboxFirewall { slot }, false);
+        } else {
+            *inner.resets.entry(slot).or_default() += 1;
+        }
+        after(Verb::Reset, &what, fault)
+    }
+
+    fn spawn(&self, spec: &SpawnSpec) -> Result<Spawned, HostError> {
+        let what = spec.program.display().to_string();
+        let fault = self.begin(Verb::Spawn, Kind::Process, &what, Duration::ZERO)?;
+        let fail = |class, why: &str| error(Verb::Spawn, &what, class, why);
+        let handle = {
+            let mut inner = self.lock();
+            if inner.things.get(&Resource::Cgroup { name: spec.cgroup.clone() }) != Some(&true) {
+                return Err(fail(ErrorClass::Failed, "the cgroup is absent"));
+            }
+            if !spec.program.is_absolute() || !spec.program.is_file() {
+                return Err(fail(ErrorClass::Failed, "exec: there is no such program"));
+            }
+            if let Err(e) = fs::OpenOptions::new().append(true).create(true).open(&spec.log) {
+                return Err(fail(ErrorClass::Failed, &format!("open log: {e}")));
+            }
+            let n = inner.spawned;
+            inner.spawned += 1;
+            let identity = ProcessIdentity {
+                pid: FIRST_PID + n,
+                start_time: 1_000 + u64::from(n),
+                boot_id: self.boot_id.clone(),
+            };
+            let handle =
+                ProcessHandle::new(identity).map_err(|e| fail(ErrorClass::Failed, &e.to_string()))?;
+            inner.processes.insert(FIRST_PID + n, (handle.clone(), spec.cgroup.clone()));
+            handle
+        };
+        // Not under the lock: the test's code may look at the host.
+        let on_spawn = self.on_spawn.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(f) = on_spawn
+            && let Err(why) = f(spec, handle.clone())
+        {
+            handle.kill();
+            return Err(fail(ErrorClass::Failed, &why));
+        }
+        after(Verb::Spawn, &what, fault)?;
+        let pidfd = handle.descriptor().map_err(|e| fail(ErrorClass::Failed, &e.to_string()))?;
+        Ok(Spawned { identity: handle.identity().clone(), pidfd })
+    }
+
+    fn liveness(&self, process: &ProcessIdentity) -> Liveness {
+        if process.boot_id != self.boot_id {
+            return Liveness::Gone;
+        }
+        let inner = self.lock();
+        if let Some(why) = inner.unknown.get(&process.pid) {
+            return Liveness::Unknown(why.clone());
+        }
+        match inner.processes.get(&process.pid) {
+            Some((p, _)) if p.identity() == process && p.ended().is_none() => Liveness::Alive,
+            _ => Liveness::Gone,
+        }
+    }
+
+    fn open_process(&self, process: &ProcessIdentity) -> Result<OwnedFd, HostError> {
+        let fail = |class, why: &str| HostError {
+            verb: "open",
+            what: format!("process {}", process.pid),
+            why: why.to_owned(),
+            class,
+            source: None,
+        };
+        match self.liveness(process) {
+            Liveness::Alive => {}
+            Liveness::Gone => return Err(fail(ErrorClass::Refused, "it ended or is not the same")),
+            Liveness::Unknown(why) => return Err(fail(ErrorClass::Failed, &why)),
+        }
+        let handle = self.lock().processes.get(&process.pid).map(|(p, _)| p.clone());
+        let handle = handle.ok_or_else(|| fail(ErrorClass::Refused, "it ended"))?;
+        handle.descriptor().map_err(|e| fail(ErrorClass::Failed, &e.to_string()))
+    }
+
+    fn boot_id(&self) -> &str {
+        &self.boot_id
+    }
+}

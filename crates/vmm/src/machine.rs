@@ -1,0 +1,252 @@
+//! The life of one VM. One task owns it ([`Machine::run`]); everybody else holds a [`MachineHandle`], which
+//! sends commands and sees the present [`Phase`].
+//!
+//! ```text
+//!            boot               ready
+//!   Idle ──────────► Booting ──────────► Running ⇄ paused
+//!    │                  │                   │
+//!    │ stop, end time   │ stop, end time,   │ stop, end time, the VMM's exit
+//!    │                  │ failure, exit     │
+//!    └──────────────────┴───────────────────┴──────► Exited(record)   final: the record is on disk
+//! ```
+//!
+//! Only the pidfd says that the VMM is dead. Once it did, nothing is asked of the VMM any more (law 7): the
+//! console is drained, the VMM's files are removed, the record is written, then everybody is told. A machine
+//! never ends with a VMM alive: each way out of Booting and Running goes through the reaping of the process.
+//! Nothing here depends on who asks: a caller that goes away changes nothing.
+
+mod boot;
+mod handle;
+mod stop;
+
+use std::time::Duration;
+
+use hearth_core::exit::{ExitReason, ExitRecord};
+use hearth_core::shim::{CONSOLE_LOG, ShimSpec, VMM_LOG};
+use hearth_host::process::Ended;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+pub use handle::{MachineError, MachineHandle, Phase};
+
+use crate::agent::AgentClient;
+use crate::backend::{Launched, Vmm, VmmError, VmmEvent, VmmProcess, remove_if_there};
+use crate::console::{CappedLog, keep_small, pump};
+use crate::end_time::{EndTime, now_ms};
+use crate::exit_record;
+use handle::Command;
+
+/// Draining the console of a dead VMM.
+const DRAIN_LIMIT: Duration = Duration::from_secs(1);
+/// How much of a log goes into an exit record.
+const LAST_WORDS: usize = 1024;
+/// A connection to a dying VMM breaks up to 0.6 s before its pidfd tells; longer than this is a fault.
+const CONFIRM: Duration = Duration::from_secs(2);
+
+/// The owner of one VM.
+pub struct Machine {
+    spec: ShimSpec,
+    end: EndTime,
+    commands: mpsc::Receiver<Command>,
+    phase: watch::Sender<Phase>,
+}
+
+/// A VMM and what belongs to it, from spawn to reap.
+struct Live {
+    process: VmmProcess,
+    vmm: Box<dyn Vmm>,
+    pumps: JoinSet<u64>,
+    log_keeper: JoinSet<()>,
+    vmm_dead: CancellationToken,
+    /// What the VMM said about its end, and what went wrong before it.
+    notes: Vec<String>,
+}
+
+/// Why an owner's wait was over.
+enum Woken {
+    Ended(std::io::Result<Ended>),
+    Command(Command),
+    EndTime,
+    Vmm(VmmEvent),
+    AgentClosed(String),
+}
+
+impl Machine {
+    /// A machine in [`Phase::Idle`] and its handle.
+    #[must_use]
+    pub fn new(spec: ShimSpec) -> (Self, MachineHandle) {
+        let (sender, commands) = mpsc::channel(8);
+        let (phase, seen) = watch::channel(Phase::Idle);
+        let end = EndTime::at_ms(spec.ends_at_ms);
+        (Self { spec, end, commands, phase }, MachineHandle { commands: sender, phase: seen })
+    }
+
+    /// Owns the VM until it ended; on the main thread (see [`crate::backend`]).
+    pub async fn run(mut self) -> ExitRecord {
+        let record = self.live().await;
+        if let Err(e) = exit_record::write(&self.spec.state_dir, &record) {
+            tracing::error!(error = %e, dir = %self.spec.state_dir.display(), "the exit record was not written");
+        }
+        self.phase.send_replace(Phase::Exited(record.clone()));
+        record
+    }
+
+    async fn live(&mut self) -> ExitRecord {
+        if let Some(reason) = self.idle().await {
+            return record(reason, None, "it was never booted".to_owned());
+        }
+        let mut live = match Live::start(&self.spec) {
+            Ok(live) => live,
+            Err(e) => return record(ExitReason::VmmFailed, None, chain(&e)),
+        };
+        let vmm_pid = live.process.pid();
+        tracing::info!(vmm_pid, vmm = %self.spec.vmm, "VMM started");
+        self.phase.send_replace(Phase::Booting { vmm_pid });
+        match self.boot(&mut live).await {
+            Ok(agent) => {
+                tracing::info!(vmm_pid, "guest ready");
+                self.phase.send_replace(Phase::Running { vmm_pid, agent: agent.clone() });
+                self.running(live, agent).await
+            }
+            Err(cause) => self.end(live, None, cause).await,
+        }
+    }
+
+    /// Waits for the order to boot; a reason if the end came first.
+    async fn idle(&mut self) -> Option<ExitReason> {
+        loop {
+            let command = tokio::select! {
+                biased;
+                () = self.end.reached() => return Some(ExitReason::EndTime),
+                command = self.commands.recv() => command,
+            };
+            match command {
+                Some(Command::Boot) => return None,
+                Some(Command::Stop { .. }) | None => return Some(ExitReason::Stopped),
+                Some(other) => other.refuse(),
+            }
+        }
+    }
+
+    async fn running(&mut self, mut live: Live, mut agent: Option<AgentClient>) -> ExitRecord {
+        let mut watched = agent.clone();
+        let mut paused = false;
+        loop {
+            let woken = self.wait(&mut live, watched.as_ref()).await;
+            match woken {
+                Woken::Ended(outcome) => return self.end(live, None, stop::Cause::Ended(outcome)).await,
+                Woken::EndTime => return self.end(live, None, stop::Cause::EndTime).await,
+                Woken::Vmm(VmmEvent::GuestStopped { reason }) => live.notes.push(reason),
+                Woken::AgentClosed(why) => {
+                    watched = None;
+                    tracing::warn!(why, "the guest agent is gone, the VM goes on without it");
+                }
+                Woken::Command(Command::Boot) => {}
+                Woken::Command(Command::Stop { grace }) => {
+                    // A paused guest answers nothing.
+                    let (agent, grace) = if paused { (None, Duration::ZERO) } else { (agent.take(), grace) };
+                    return self.end(live, agent, stop::Cause::Stop { grace }).await;
+                }
+                Woken::Command(Command::Pause(reply)) => {
+                    let outcome = live.vmm.pause().await;
+                    paused |= outcome.is_ok();
+                    drop(reply.send(outcome.map_err(MachineError::from)));
+                }
+                Woken::Command(Command::Resume(reply)) => {
+                    let outcome = live.vmm.resume().await;
+                    paused &= outcome.is_err();
+                    drop(reply.send(outcome.map_err(MachineError::from)));
+                }
+            }
+        }
+    }
+
+    /// The next thing to act on; the VMM's end before all else.
+    async fn wait(&mut self, live: &mut Live, agent: Option<&AgentClient>) -> Woken {
+        let closed = async {
+            match agent {
+                Some(agent) => {
+                    let why = agent.closed().await;
+                    // Mostly the first sign of an exit, about which nothing is to be said here.
+                    tokio::time::sleep(CONFIRM).await;
+                    why
+                }
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            biased;
+            ended = live.process.ended() => Woken::Ended(ended),
+            () = self.end.reached() => Woken::EndTime,
+            command = self.commands.recv() => Woken::Command(or_stop(command)),
+            event = live.vmm.event() => Woken::Vmm(event),
+            why = closed => Woken::AgentClosed(why),
+        }
+    }
+}
+
+/// Without a handle left nobody could ever stop it.
+fn or_stop(command: Option<Command>) -> Command {
+    command.unwrap_or(Command::Stop { grace: Duration::ZERO })
+}
+
+impl Live {
+    fn start(spec: &ShimSpec) -> Result<Self, VmmError> {
+        let path = spec.run_dir.join(CONSOLE_LOG);
+        let log =
+            CappedLog::open(&path, spec.console_cap_bytes).map_err(|e| VmmError::file("open", &path, e))?;
+        let Launched { process, vmm, console } = crate::backend::launch(spec)?;
+        let vmm_dead = CancellationToken::new();
+        let mut pumps = JoinSet::new();
+        if let Some(source) = console {
+            pumps.spawn(pump(source, log, vmm_dead.clone()));
+        }
+        let mut log_keeper = JoinSet::new();
+        log_keeper.spawn(keep_small(spec.run_dir.join(VMM_LOG), spec.console_cap_bytes));
+        Ok(Self { process, vmm, pumps, log_keeper, vmm_dead, notes: Vec::new() })
+    }
+
+    /// After the reap: drains the console and removes the VMM's files.
+    async fn clear(mut self) -> Vec<String> {
+        self.log_keeper.shutdown().await;
+        self.vmm_dead.cancel();
+        let drained = async { while self.pumps.join_next().await.is_some() {} };
+        if tokio::time::timeout(DRAIN_LIMIT, drained).await.is_err() {
+            tracing::warn!(after = ?DRAIN_LIMIT, "the console of a dead VMM did not drain");
+            self.pumps.shutdown().await;
+        }
+        for path in self.vmm.leftovers() {
+            if let Err(e) = remove_if_there(&path) {
+                tracing::warn!(error = %e, file = %path.display(), "a file of the VMM is left");
+            }
+        }
+        self.notes
+    }
+}
+
+fn record(reason: ExitReason, ended: Option<Ended>, detail: String) -> ExitRecord {
+    ExitRecord {
+        schema: ExitRecord::SCHEMA,
+        reason,
+        code: ended.and_then(|e| e.code),
+        signal: ended.and_then(|e| e.signal),
+        at_ms: now_ms(),
+        detail,
+    }
+}
+
+/// The last lines of VMM and console.
+fn last_words(spec: &ShimSpec) -> Vec<String> {
+    let words = |file: &str| {
+        let text = exit_record::last_words(&spec.run_dir.join(file), LAST_WORDS);
+        (!text.is_empty()).then(|| format!("{file}: {text}"))
+    };
+    [VMM_LOG, CONSOLE_LOG].into_iter().filter_map(words).collect()
+}
+
+/// An error and its causes in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |e| e.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+}

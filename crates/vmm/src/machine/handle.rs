@@ -1,0 +1,165 @@
+//! The outside of a machine: its phases, the commands to its owner, and the handle that everybody else holds.
+
+use std::time::Duration;
+
+use hearth_core::exit::ExitRecord;
+use tokio::sync::{mpsc, oneshot, watch};
+
+use crate::agent::AgentClient;
+use crate::backend::VmmError;
+
+/// Where a machine is, and what exists there.
+#[derive(Debug, Clone)]
+pub enum Phase {
+    /// Waits for [`MachineHandle::boot`].
+    Idle,
+    /// The VMM runs, the guest is not ready.
+    Booting {
+        /// Of the VMM.
+        vmm_pid: u32,
+    },
+    /// The guest is ready.
+    Running {
+        /// Of the VMM.
+        vmm_pid: u32,
+        /// None for a guest without one.
+        agent: Option<AgentClient>,
+    },
+    /// The VMM was reaped and its exit record written.
+    Exited(ExitRecord),
+}
+
+/// A command was not carried out.
+#[derive(Debug, thiserror::Error)]
+pub enum MachineError {
+    /// The sandbox ended.
+    #[error("sandbox exited: {}{}", .0.reason.as_str(), detail(.0))]
+    Exited(ExitRecord),
+    /// It does not run yet.
+    #[error("the sandbox does not run yet")]
+    NotRunning,
+    /// The VMM refused.
+    #[error("the VMM refused")]
+    Vmm(#[from] VmmError),
+    /// The owner task is gone without an exit record: a bug, or the runtime ends.
+    #[error("the machine's task is gone")]
+    Lost,
+}
+
+fn detail(record: &ExitRecord) -> String {
+    if record.detail.is_empty() { String::new() } else { format!(": {}", record.detail) }
+}
+
+pub(super) enum Command {
+    Boot,
+    Stop { grace: Duration },
+    Pause(oneshot::Sender<Result<(), MachineError>>),
+    Resume(oneshot::Sender<Result<(), MachineError>>),
+}
+
+impl Command {
+    /// Answers a command that makes no sense now.
+    pub(super) fn refuse(self) {
+        if let Command::Pause(reply) | Command::Resume(reply) = self {
+            // The caller may have gone.
+            drop(reply.send(Err(MachineError::NotRunning)));
+        }
+    }
+}
+
+/// What everybody but the owner holds.
+#[derive(Debug, Clone)]
+pub struct MachineHandle {
+    pub(super) commands: mpsc::Sender<Command>,
+    pub(super) phase: watch::Receiver<Phase>,
+}
+
+impl MachineHandle {
+    /// The present phase.
+    #[must_use]
+    pub fn phase(&self) -> Phase {
+        self.phase.borrow().clone()
+    }
+
+    /// Each change of phase, the present one not yet seen.
+    #[must_use]
+    pub fn watch(&self) -> watch::Receiver<Phase> {
+        let mut phase = self.phase.clone();
+        phase.mark_changed();
+        phase
+    }
+
+    /// Starts the VM once and waits until the guest is ready; the VMM's pid. Repeating it, also while another
+    /// caller waits, gives the same outcome.
+    ///
+    /// # Errors
+    /// [`MachineError::Exited`] if it ended instead.
+    pub async fn boot(&self) -> Result<u32, MachineError> {
+        // Unsent: the machine ended, and the phase says how.
+        drop(self.commands.send(Command::Boot).await);
+        match self.wait_for(|p| matches!(p, Phase::Running { .. } | Phase::Exited(_))).await? {
+            Phase::Running { vmm_pid, .. } => Ok(vmm_pid),
+            Phase::Exited(record) => Err(MachineError::Exited(record)),
+            Phase::Idle | Phase::Booting { .. } => Err(MachineError::Lost),
+        }
+    }
+
+    /// Asks the guest to end, waits for `grace`, kills. Returns when the VMM was reaped and its record is
+    /// written. May be repeated; a shorter grace counts from then on.
+    ///
+    /// # Errors
+    /// [`MachineError::Lost`] only.
+    pub async fn stop(&self, grace: Duration) -> Result<ExitRecord, MachineError> {
+        drop(self.commands.send(Command::Stop { grace }).await);
+        match self.wait_for(|p| matches!(p, Phase::Exited(_))).await? {
+            Phase::Exited(record) => Ok(record),
+            _ => Err(MachineError::Lost),
+        }
+    }
+
+    /// Stops the virtual CPUs.
+    ///
+    /// # Errors
+    /// If the machine does not run or the VMM refuses.
+    pub async fn pause(&self) -> Result<(), MachineError> {
+        self.ask(Command::Pause).await
+    }
+
+    /// Lets the virtual CPUs go on.
+    ///
+    /// # Errors
+    /// If the machine does not run or the VMM refuses.
+    pub async fn resume(&self) -> Result<(), MachineError> {
+        self.ask(Command::Resume).await
+    }
+
+    /// The exit record, once there is one.
+    pub async fn exited(&self) -> Option<ExitRecord> {
+        match self.wait_for(|p| matches!(p, Phase::Exited(_))).await {
+            Ok(Phase::Exited(record)) => Some(record),
+            _ => None,
+        }
+    }
+
+    async fn ask(
+        &self,
+        command: fn(oneshot::Sender<Result<(), MachineError>>) -> Command,
+    ) -> Result<(), MachineError> {
+        let (reply, answer) = oneshot::channel();
+        drop(self.commands.send(command(reply)).await);
+        match answer.await {
+            Ok(outcome) => outcome,
+            // Dropped unanswered: the machine ended meanwhile.
+            Err(_) => match self.exited().await {
+                Some(record) => Err(MachineError::Exited(record)),
+                None => Err(MachineError::Lost),
+            },
+        }
+    }
+
+    async fn wait_for(&self, wanted: impl FnMut(&Phase) -> bool) -> Result<Phase, MachineError> {
+        let mut phase = self.phase.clone();
+        let seen = phase.wait_for(wanted).await.map_err(|_| MachineError::Lost)?;
+        Ok(seen.clone())
+    }
+}

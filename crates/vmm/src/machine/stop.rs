@@ -1,0 +1,169 @@
+//! The end of a VM: however it came, the process is reaped, its files are cleared, and a record is made.
+
+use std::io;
+use std::time::Duration;
+
+use hearth_core::exit::{ExitReason, ExitRecord};
+use hearth_host::process::{Ended, Signal};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::{CONFIRM, Command, Live, Machine, chain, last_words, record};
+use crate::agent::AgentClient;
+use crate::backend::VmmEvent;
+
+/// A wait after SIGKILL says so each time this passes.
+const SAY_SO: Duration = Duration::from_secs(15);
+/// Pause after a pidfd that could not be polled.
+const POLL_AGAIN: Duration = Duration::from_secs(1);
+
+/// Why a VM ends.
+#[derive(Debug)]
+pub(super) enum Cause {
+    /// The VMM ended by itself.
+    Ended(io::Result<Ended>),
+    /// It was asked for.
+    Stop {
+        /// Time for the guest.
+        grace: Duration,
+    },
+    /// The end time came.
+    EndTime,
+    /// The VMM is of no use.
+    Failed {
+        /// In words.
+        why: String,
+        /// Whether this may be the first sign of an exit not seen yet.
+        maybe_exit: bool,
+    },
+}
+
+impl Machine {
+    /// Brings the VM to its end.
+    pub(super) async fn end(
+        &mut self,
+        mut live: Live,
+        agent: Option<AgentClient>,
+        cause: Cause,
+    ) -> ExitRecord {
+        let (asked, ended) = match cause {
+            Cause::Ended(Ok(ended)) => (None, ended),
+            Cause::Ended(Err(e)) => {
+                live.notes.push(format!("its pidfd could not be polled: {e}"));
+                (None, kill(&mut live).await)
+            }
+            Cause::EndTime => (Some(ExitReason::EndTime), kill(&mut live).await),
+            Cause::Stop { grace } => {
+                if !grace.is_zero() {
+                    self.ask_guest(&mut live, agent, grace).await;
+                }
+                (Some(ExitReason::Stopped), kill(&mut live).await)
+            }
+            Cause::Failed { why, maybe_exit } => {
+                live.notes.push(why);
+                let within = if maybe_exit { CONFIRM } else { Duration::ZERO };
+                // How it exited is the better answer.
+                match timeout(within, live.process.ended()).await {
+                    Ok(Ok(ended)) => (None, ended),
+                    _ => (Some(ExitReason::VmmFailed), kill(&mut live).await),
+                }
+            }
+        };
+        while let Some(event) = now(live.vmm.event()).await {
+            let VmmEvent::GuestStopped { reason } = event;
+            live.notes.push(reason);
+        }
+        let mut notes = live.clear().await;
+        let reason = asked.unwrap_or_else(|| by_itself(ended));
+        if reason == ExitReason::VmmFailed || (reason == ExitReason::GuestShutdown && !self.was_ready()) {
+            notes.extend(last_words(&self.spec));
+        }
+        tracing::info!(reason = reason.as_str(), code = ended.code, signal = ended.signal, "VMM ended");
+        record(reason, Some(ended), notes.join("; "))
+    }
+
+    fn was_ready(&self) -> bool {
+        matches!(*self.phase.borrow(), super::Phase::Running { .. })
+    }
+
+    /// Asks the guest to power off and waits for the VMM's end at most `grace`. Another stop meanwhile may
+    /// shorten the wait, and so does the end time.
+    async fn ask_guest(&mut self, live: &mut Live, agent: Option<AgentClient>, grace: Duration) {
+        let mut deadline = Instant::now() + grace;
+        let ask = async {
+            match agent {
+                Some(agent) => agent.shutdown().await.map_err(|e| chain(&e)),
+                None => live.vmm.request_stop().await.map_err(|e| chain(&e)),
+            }
+        };
+        tokio::pin!(ask);
+        let mut asked = false;
+        loop {
+            let command = tokio::select! {
+                biased;
+                _ = live.process.ended() => return,
+                () = sleep_until(deadline) => return,
+                () = self.end.reached() => return,
+                outcome = &mut ask, if !asked => {
+                    asked = true;
+                    if let Err(e) = outcome {
+                        tracing::info!(error = e, "the guest was not asked to shut down");
+                    }
+                    continue;
+                }
+                command = self.commands.recv() => command,
+            };
+            match command {
+                Some(Command::Stop { grace }) => deadline = deadline.min(Instant::now() + grace),
+                Some(other) => other.refuse(),
+                None => return,
+            }
+        }
+    }
+}
+
+/// Kills and reaps. A process in uninterruptible sleep is waited for as long as it takes: a record that says
+/// "ended" of a living VMM would free what it still uses.
+async fn kill(live: &mut Live) -> Ended {
+    loop {
+        if let Err(e) = live.process.signal(Signal::KILL) {
+            tracing::error!(error = %e, "SIGKILL was refused");
+        }
+        match timeout(SAY_SO, live.process.ended()).await {
+            Ok(Ok(ended)) => return ended,
+            Ok(Err(e)) => {
+                tracing::error!(error = %e, "the VMM's pidfd cannot be polled");
+                tokio::time::sleep(POLL_AGAIN).await;
+            }
+            Err(_) => {
+                let what = hearth_host::process::describe(live.process.pid());
+                tracing::warn!(what, "waiting for a killed VMM to end");
+            }
+        }
+    }
+}
+
+/// The result of a future that is ready now or after what the runtime already knows.
+async fn now<T>(future: impl Future<Output = T>) -> Option<T> {
+    timeout(Duration::from_millis(1), future).await.ok()
+}
+
+/// The meaning of an exit nobody asked for.
+fn by_itself(ended: Ended) -> ExitReason {
+    match ended {
+        Ended { code: Some(0), signal: None } => ExitReason::GuestShutdown,
+        _ => ExitReason::VmmFailed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_clean_exit_is_the_guests_own() {
+        assert_eq!(by_itself(Ended { code: Some(0), signal: None }), ExitReason::GuestShutdown);
+        for (code, signal) in [(Some(1), None), (None, Some(9)), (None, None)] {
+            assert_eq!(by_itself(Ended { code, signal }), ExitReason::VmmFailed);
+        }
+    }
+}
