@@ -17,5 +17,9 @@ mod hearth {
 pub use hearth::shim::v1 as shim;
 pub use hearth::v1;
 
+/// Metadata of the status that ends an `Exec` whose command could not be started: what a shell's `$?` would
+/// be, 127 for a program that is not there, 126 for one that cannot be run.
+pub const EXIT_STATUS_METADATA: &str = "hearth-exit-status";
+
 /// All descriptors, for gRPC reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = tonic::include_file_descriptor_set!("descriptors");

@@ -1,5 +1,6 @@
 //! What went wrong, why, and what to do: one line for people, one object for programs, one exit code.
 
+use hearth_api::EXIT_STATUS_METADATA;
 use serde_json::json;
 use tonic::{Code, Status};
 
@@ -69,7 +70,12 @@ impl CliError {
             "" => status.code().description().to_owned(),
             text => text.to_owned(),
         };
-        let code = if status.code() == Code::InvalidArgument { USAGE } else { FAILED };
+        let not_started =
+            status.metadata().get(EXIT_STATUS_METADATA).and_then(|v| v.to_str().ok()?.parse().ok());
+        let code = match status.code() {
+            Code::InvalidArgument => USAGE,
+            _ => not_started.unwrap_or(FAILED),
+        };
         let error = Self { grpc: Some(status.code()), ..Self::new(code, what, why) };
         // What else to do, the daemon says itself.
         match status.code() {

@@ -169,6 +169,10 @@ impl Daemon {
         for what in left {
             tracing::warn!("left behind, the next start takes it up: {what}");
         }
+        // With nobody left in it, the instance's own cgroup has no use until the next start.
+        if let Err(e) = self.host.cgroups().remove_root() {
+            tracing::debug!("{}", hearth_node::chain(&e));
+        }
         self.front.stop();
         self.runtime.shutdown_timeout(Duration::from_secs(5));
     }

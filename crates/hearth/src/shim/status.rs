@@ -1,9 +1,11 @@
 //! Errors of machine and agent as gRPC statuses. Nothing is retried here, and no text decides a code.
 
-use hearth_core::agent::AgentErrorKind;
+use hearth_api::EXIT_STATUS_METADATA;
+use hearth_core::agent::{AgentError, AgentErrorKind};
 use hearth_core::exit::ExitRecord;
 use hearth_vmm::agent::AgentClientError;
 use hearth_vmm::machine::MachineError;
+use tonic::metadata::MetadataValue;
 use tonic::{Code, Status};
 
 /// The sandbox ended before or during the call.
@@ -39,7 +41,16 @@ pub(super) fn of_agent(error: &AgentClientError) -> Status {
         AgentClientError::InputClosed => Code::FailedPrecondition,
         AgentClientError::Protocol { .. } => Code::Internal,
     };
-    Status::new(code, chain(error))
+    let mut status = Status::new(code, chain(error));
+    let exit_status = match error {
+        AgentClientError::Agent(AgentError { kind: AgentErrorKind::NotFound, .. }) => Some(127),
+        AgentClientError::Agent(AgentError { kind: AgentErrorKind::NotExecutable, .. }) => Some(126),
+        _ => None,
+    };
+    if let Some(number) = exit_status {
+        status.metadata_mut().insert(EXIT_STATUS_METADATA, MetadataValue::from(number));
+    }
+    status
 }
 
 fn chain(error: &dyn std::error::Error) -> String {
@@ -50,7 +61,6 @@ fn chain(error: &dyn std::error::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hearth_core::agent::AgentError;
 
     #[test]
     fn a_missing_program_is_not_found_with_the_agents_words() {
@@ -60,6 +70,7 @@ mod tests {
         };
         let status = agent(AgentErrorKind::NotFound);
         assert_eq!((status.code(), status.message()), (Code::NotFound, "nosuch: not in PATH"));
+        assert_eq!(status.metadata().get(EXIT_STATUS_METADATA).unwrap(), "127");
         assert_eq!(agent(AgentErrorKind::NotExecutable).code(), Code::PermissionDenied);
         assert_eq!(agent(AgentErrorKind::Invalid).code(), Code::InvalidArgument);
     }

@@ -86,7 +86,7 @@ fn a_gibibyte_of_output_grows_nobody() {
         return;
     }
     const LIMIT_KIB: u64 = 16 * 1024;
-    let node = Node::start(&Wish { top: "process_vmm = true", ..Wish::default() });
+    let node = Node::start(&Wish { test: "process_vmm = true", ..Wish::default() });
     // Through daemon, shim and agent; the agent as a process of this host, since emulation would take
     // minutes to say the same.
     node.ok(&["create", "busybox", "--name", "g", "--vmm", "process"]);
@@ -165,7 +165,7 @@ fn the_end_time_is_kept_without_a_daemon() {
     if cannot("the_end_time_is_kept_without_a_daemon", true) {
         return;
     }
-    let mut node = Node::start(&Wish { top: "process_vmm = true", ..Wish::default() });
+    let mut node = Node::start(&Wish { test: "process_vmm = true", ..Wish::default() });
     node.ok(&["create", "busybox", "--name", "g", "--vmm", "process", "--timeout", "4s"]);
     let shim = u32::try_from(node.inspect("g")["shim_pid"].as_u64().unwrap()).unwrap();
     node.kill_daemon();

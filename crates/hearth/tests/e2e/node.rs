@@ -11,8 +11,8 @@ use hearth_testkit::netns::Throwaway;
 
 /// What a test wants of its host.
 pub struct Wish {
-    /// Extra lines of the configuration's top level.
-    pub top: &'static str,
+    /// Lines of the configuration's `[test]` table.
+    pub test: &'static str,
     /// Prepared slots.
     pub slot_pool: u32,
     /// Length of the CIDR's prefix.
@@ -23,7 +23,7 @@ pub struct Wish {
 
 impl Default for Wish {
     fn default() -> Self {
-        Self { top: "", slot_pool: 1, prefix_len: 24, own_state: false }
+        Self { test: "", slot_pool: 1, prefix_len: 24, own_state: false }
     }
 }
 
@@ -97,10 +97,10 @@ impl Node {
         let netns = Throwaway::new("host").unwrap();
         let config = dir.path().join("hearth.toml");
         let text = format!(
-            "instance = {instance:?}\nstate_dir = {state:?}\nrun_dir = {run:?}\n{top}\n\
-             [network]\ncidr = \"10.77.0.0/{len}\"\nslot_pool = {pool}\nveth_prefix = \"hxv\"\n",
+            "instance = {instance:?}\nstate_dir = {state:?}\nrun_dir = {run:?}\n\
+             [network]\ncidr = \"10.77.0.0/{len}\"\nslot_pool = {pool}\nveth_prefix = \"hxv\"\n[test]\n{test}\n",
             run = dir.path().join("r"),
-            top = wish.top,
+            test = wish.test,
             len = wish.prefix_len,
             pool = wish.slot_pool,
         );
@@ -128,8 +128,7 @@ impl Node {
     pub fn start_daemon(&mut self) {
         let log = fs::OpenOptions::new().create(true).append(true).open(self.log()).unwrap();
         let child = self
-            .netns
-            .command(hearth())
+            .program()
             .args(["serve", "--config"])
             .arg(&self.config)
             .stdin(Stdio::null())
@@ -185,9 +184,18 @@ impl Node {
         }
     }
 
+    /// The product on this host, without the variables that only concern its tests.
+    fn program(&self) -> Command {
+        let mut command = self.netns.command(hearth());
+        for variable in ["HEARTH_BIN", "HEARTH_TEST_STATE", "HEARTH_SKIP_LOG", "HEARTH_SKIP_DIR"] {
+            command.env_remove(variable);
+        }
+        command
+    }
+
     /// A client command on this host.
     pub fn command(&self, args: &[&str]) -> Command {
-        let mut command = self.netns.command(hearth());
+        let mut command = self.program();
         command.args(args).env("HEARTH_CONFIG", &self.config).stdin(Stdio::null());
         command
     }
@@ -222,6 +230,12 @@ impl Node {
 
     pub fn inspect(&self, name: &str) -> serde_json::Value {
         serde_json::from_str(&self.ok(&["inspect", name])).unwrap()
+    }
+
+    /// One life, so that the directories that stay with the instance are there. Needs the VMM `process`.
+    pub fn warm_up(&self) {
+        self.ok(&["create", "busybox", "--name", "warm-up", "--vmm", "process", "--disk", "16"]);
+        self.ok(&["rm", "warm-up"]);
     }
 
     /// Everything of this instance, in words: what a clean slate is compared by.

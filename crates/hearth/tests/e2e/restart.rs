@@ -68,7 +68,7 @@ fn a_killed_shim_takes_its_guest_with_it() {
     if cannot("a_killed_shim_takes_its_guest_with_it", true) {
         return;
     }
-    let node = Node::start(&Wish { top: "process_vmm = true", ..Wish::default() });
+    let node = Node::start(&Wish { test: "process_vmm = true", ..Wish::default() });
     node.ok(&["create", "busybox", "--name", "g", "--vmm", "process"]);
     let shim = node.inspect("g")["shim_pid"].to_string();
     let children = std::fs::read_to_string(format!("/proc/{shim}/task/{shim}/children")).unwrap();

@@ -102,6 +102,9 @@ impl<H: Host> Sandbox<H> {
                 }
             }
             Begin::Release(why) => {
+                // How its VM ended while no daemon looked.
+                let exit = self.context.records.exit_record(&self.record.id);
+                self.view.send_modify(|v| v.exit = exit);
                 tracing::info!(sandbox = %self.record.id, name = %self.record.name, "releasing: {why}");
             }
         }
