@@ -13,7 +13,7 @@ export PATH="$PATH:/usr/local/sbin:/usr/sbin:/sbin" LC_ALL=C
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 TRIPLE=x86_64-unknown-linux-gnu
-MIN_RUST_MINOR=88
+MIN_RUST_MINOR=89
 FIRECRACKER_RELEASE=v1.16.1
 GIB=$((1024 * 1024 * 1024))
 

@@ -110,3 +110,104 @@ pub enum Seen {
     /// A sandbox's run directory.
     Directory(std::path::PathBuf),
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lifecycle::SandboxState;
+    use crate::spec::{SandboxSpec, VmmKind};
+
+    const BOOT: &str = "this-boot";
+
+    fn observed(id: &str, state: SandboxState, slot: u32, shim: Liveness) -> Observed {
+        let record = Record {
+            schema: Record::SCHEMA,
+            id: id.parse().unwrap(),
+            name: id.parse().unwrap(),
+            spec: SandboxSpec {
+                template: "base".parse().unwrap(),
+                cpus: 1,
+                memory_mib: 128,
+                disk_mib: 64,
+                timeout_seconds: None,
+                net: true,
+                vmm: VmmKind::Qemu,
+                env: vec![],
+            },
+            state,
+            created_at_ms: 1,
+            ends_at_ms: None,
+            boot_id: BOOT.into(),
+            slot: SlotIndex::new(slot),
+            shim: None,
+            resources: vec![],
+            stuck: None,
+        };
+        Observed { record, shim }
+    }
+
+    fn slot(n: u32) -> SlotIndex {
+        SlotIndex::new(n).unwrap()
+    }
+
+    fn everything() -> BTreeSet<Seen> {
+        let directory = |id: &str| Seen::Directory(format!("/run/hearth/default/sandboxes/{id}").into());
+        (1..=5)
+            .map(|n| Seen::Slot(slot(n)))
+            .chain(["alive", "nobody"].map(|id| Seen::Cgroup(id.into())))
+            .chain(["alive", "nobody"].map(directory))
+            .collect()
+    }
+
+    fn sandboxes() -> Vec<Observed> {
+        vec![
+            observed("alive", SandboxState::Running, 1, Liveness::Alive),
+            observed("half", SandboxState::Creating, 2, Liveness::Alive),
+            observed("dead", SandboxState::Running, 3, Liveness::Gone),
+            observed("dark", SandboxState::Running, 4, Liveness::Unknown("EACCES".into())),
+        ]
+    }
+
+    #[test]
+    fn each_sandbox_is_adopted_released_or_kept_and_the_rest_is_leaked() {
+        let plan = plan(&sandboxes(), &everything(), &BTreeSet::new(), true, BOOT);
+        assert_eq!(plan.adopt, ["alive".parse().unwrap()]);
+        let released: Vec<&str> = plan.release.keys().map(SandboxId::as_str).collect();
+        assert_eq!(released, ["dead", "half"]);
+        assert!(plan.keep[&"dark".parse().unwrap()].contains("EACCES"));
+        assert_eq!(plan.slots_in_use, [1, 2, 3, 4].map(slot).into());
+        assert_eq!(plan.leaked_slots, [slot(5)].into());
+        assert_eq!(plan.leaked_cgroups, ["nobody".to_owned()].into());
+        assert_eq!(plan.leaked_directories.len(), 1);
+    }
+
+    #[test]
+    fn with_a_record_unknown_nothing_is_leaked() {
+        let unreadable = ["torn".to_owned()].into();
+        for (unreadable, all_known) in [(unreadable, true), (BTreeSet::new(), false)] {
+            let plan = plan(&sandboxes(), &everything(), &unreadable, all_known, BOOT);
+            assert!(plan.leaked_slots.is_empty());
+            assert!(plan.leaked_cgroups.is_empty());
+            assert!(plan.leaked_directories.is_empty());
+            // What is known is acted upon all the same.
+            assert_eq!(plan.adopt.len(), 1);
+        }
+    }
+
+    #[test]
+    fn nothing_of_another_boot_is_followed_by_its_number() {
+        let plan = plan(&sandboxes(), &everything(), &BTreeSet::new(), true, "next-boot");
+        assert!(plan.adopt.is_empty());
+        assert!(plan.keep.is_empty());
+        assert_eq!(plan.release.len(), 4);
+        assert!(plan.slots_in_use.is_empty());
+    }
+
+    #[test]
+    fn a_sandbox_stuck_before_is_released_again() {
+        let stuck = vec![observed("stuck", SandboxState::Stuck, 1, Liveness::Gone)];
+        let plan = plan(&stuck, &BTreeSet::new(), &BTreeSet::new(), true, BOOT);
+        assert_eq!(plan.release.len(), 1);
+        assert_eq!(plan.slots_in_use, [slot(1)].into());
+    }
+}
