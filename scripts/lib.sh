@@ -32,14 +32,26 @@ TEMPS=() LOG="" KEEP_LOG=""
 
 say() { printf '    %s\n' "$*"; }
 
-# begin_steps TOTAL
-begin_steps() {
-    STEPS=$1
-    LOG=$(mktemp "${TMPDIR:-/tmp}/hearth-log.XXXXXX")
+# From here on every end of the script passes on_exit.
+catch_exits() {
     trap 'FAILED_AT="line $LINENO: $BASH_COMMAND"' ERR
     trap 'on_exit $?' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
+}
+
+# begin_steps TOTAL
+begin_steps() {
+    STEPS=$1
+    catch_exits
+    LOG=$(mktemp "${TMPDIR:-/tmp}/hearth-log.XXXXXX")
+}
+
+# usage REASON: ends the script for wrong arguments.
+usage() {
+    printf '%s; try --help\n' "$1" >&2
+    REPORTED=1
+    exit 2
 }
 
 # step NAME REMEDY: ends the step before, begins the next.
@@ -82,7 +94,7 @@ on_exit() {
         esac
     }
     for dir in "${TEMPS[@]}"; do rm -rf -- "$dir"; done
-    [[ -n $KEEP_LOG && -s $LOG ]] || rm -f -- "$LOG"
+    [[ -z $LOG || (-n $KEEP_LOG && -s $LOG) ]] || rm -f -- "$LOG"
     at_exit "$rc"
     exit "$rc"
 }
@@ -114,17 +126,19 @@ need_root() {
     ((EUID != 0)) || return 0
     local script name keep=() opts=()
     script=$ROOT/scripts/$(basename "$0")
-    command -v sudo >/dev/null || {
+    # Nobody can type a password without a terminal.
+    [[ -t 0 ]] || opts=(-n)
+    # Asked first: what replaces this script by exec can no longer say how it ended.
+    if ! type -P sudo >/dev/null || ! sudo "${opts[@]}" -- true; then
         printf '%s needs root: it installs packages and makes network namespaces.\n' "$script" >&2
-        printf 'What to do: run it as root, or install sudo.\n' >&2
+        printf 'What to do: run it as root, or install sudo and allow yourself to use it.\n' >&2
+        REPORTED=1
         exit 1
-    }
+    fi
     for name in "${!HEARTH_@}" CI CARGO_TARGET_DIR CARGO_HOME RUSTUP_HOME RUSTUP_DIST_SERVER RUSTUP_UPDATE_ROOT \
         http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY; do
         [[ -z ${!name:-} ]] || keep+=("$name=${!name}")
     done
-    # Nobody can type a password without a terminal.
-    [[ -t 0 ]] || opts=(-n)
     exec sudo "${opts[@]}" -- env "HEARTH_CALLER_PATH=$PATH" "${keep[@]}" bash "$script" "$@"
 }
 
@@ -169,7 +183,7 @@ check_os() {
             say "not a tested system; going on because HEARTH_ANY_OS=1"
             ;;
     esac
-    command -v apt-get >/dev/null || die "there is no apt-get" "use Debian or Ubuntu"
+    type -P apt-get >/dev/null || die "there is no apt-get" "use Debian or Ubuntu"
     say "$PRETTY_NAME"
 }
 
@@ -245,23 +259,38 @@ apt_fetch() {
     rm -f -- "$1"/*.deb
 }
 
-# need_command COMMAND PACKAGE: adds to MISSING.
-need_command() { command -v "$1" >/dev/null || MISSING+=("$2"); }
+# need_command COMMAND PACKAGE: adds to MISSING. A shell builtin of that name is no program.
+need_command() {
+    type -P "$1" >/dev/null || [[ " ${MISSING[*]} " == *" $2 "* ]] || MISSING+=("$2")
+}
 
 # install_packages product|test
 install_packages() {
     MISSING=()
     need_command qemu-system-x86_64 qemu-system-x86
     need_command mmdebstrap mmdebstrap
+    # mmdebstrap asks it which keyring signs a suite.
+    need_command gpg gpg
+    need_command mount mount
     need_command mke2fs e2fsprogs
+    need_command tar tar
     need_command nft nftables
+    need_command runuser util-linux
     need_command cc gcc
     [[ -e $(cc -print-file-name=libc.a 2>/dev/null) ]] || MISSING+=(libc6-dev)
     # Ubuntu does not know the keys of the Debian archive.
     [[ -e /usr/share/keyrings/debian-archive-keyring.gpg ]] || MISSING+=(debian-archive-keyring)
     if [[ $1 == test ]]; then
-        need_command iptables iptables
+        # What the tests run besides.
         need_command ip iproute2
+        need_command iptables-nft iptables
+        need_command iptables-legacy iptables
+        need_command kill procps
+        need_command nsenter util-linux
+        need_command script bsdutils
+        need_command e2fsck e2fsprogs
+        need_command debugfs e2fsprogs
+        need_command cpio cpio
         need_command shellcheck shellcheck
     fi
     if ((${#MISSING[@]} == 0)); then
@@ -379,8 +408,8 @@ prepare_vmm() {
         [[ -x $HEARTH_FIRECRACKER ]] || die "HEARTH_FIRECRACKER=$HEARTH_FIRECRACKER is no program" "unset it"
         export HEARTH_FIRECRACKER
         say "firecracker: $HEARTH_FIRECRACKER"
-    elif command -v firecracker >/dev/null; then
-        say "firecracker: $(command -v firecracker)"
+    elif type -P firecracker >/dev/null; then
+        say "firecracker: $(type -P firecracker)"
     elif kvm_usable; then
         install_firecracker || say "Firecracker cannot be downloaded; using qemu with KVM"
         return 0
@@ -425,17 +454,27 @@ has() {
     [[ $json =~ \"name\":[[:space:]]*\"$name\" ]]
 }
 
-# The concrete packages behind the archive's newest kernel for virtual machines.
+# Sets META to the package that stands for the archive's newest kernel for virtual machines.
+kernel_meta() {
+    for META in linux-image-cloud-amd64 linux-image-virtual; do
+        ! apt_knows "$META" || return 0
+    done
+    return 1
+}
+
+# The concrete packages behind it.
 kernel_packages() {
-    local meta=linux-image-cloud-amd64 image
-    apt_knows $meta || meta=linux-image-virtual
-    apt_knows $meta || apt_update
-    image=$(apt-cache depends $meta 2>/dev/null | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)$/\1/p')
+    local image META
+    # Without lists apt knows neither Debian's nor Ubuntu's.
+    kernel_meta || { apt_update && kernel_meta; } ||
+        die "apt offers no kernel for virtual machines (linux-image-cloud-amd64, linux-image-virtual)" \
+            "add the distribution's main archive to /etc/apt"
+    image=$(apt-cache depends "$META" 2>/dev/null | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)$/\1/p')
     image=${image%%$'\n'*}
     [[ -n $image ]] || die "apt names no kernel for virtual machines" "run 'apt-get update' and look at /etc/apt"
     PACKAGES=("$image")
     # Ubuntu ships the modules apart.
-    [[ $meta != linux-image-virtual ]] || PACKAGES+=("linux-modules-${image#linux-image-}")
+    [[ $META != linux-image-virtual ]] || PACKAGES+=("linux-modules-${image#linux-image-}")
 }
 
 prepare_kernel() {
@@ -457,28 +496,44 @@ prepare_kernel() {
 
 busybox_packages() { PACKAGES=(busybox-static); }
 
+# Sets BUSYBOX to the static one, in TEMP if it has to be fetched.
+find_busybox() {
+    if [[ $(dpkg-query -W -f '${db:Status-Status}' busybox-static 2>/dev/null) == installed ]]; then
+        BUSYBOX=$(type -P busybox || true)
+    else
+        # Not installed: it would replace the machine's own busybox.
+        apt_fetch "$TEMP" busybox_packages
+        BUSYBOX=$(find "$TEMP/root" -type f -path "*/bin/busybox" -print -quit)
+    fi
+    [[ -n $BUSYBOX ]] || die "no busybox in the package busybox-static"
+}
+
+# keep_busybox FILE: a static busybox for programs outside guests, at a place that stays.
+keep_busybox() {
+    [[ ! -x $1 ]] || return 0
+    new_temp "$STATE_DIR/tmp"
+    find_busybox
+    mkdir -p "$(dirname "$1")"
+    install -m 0755 "$BUSYBOX" "$1.new"
+    mv "$1.new" "$1"
+    drop_temp
+}
+
 # A root directory with busybox alone and a link per applet.
 prepare_busybox() {
     if has busybox template ls; then
         say "already there"
         return 0
     fi
-    local busybox applet root
+    local applet root
     new_temp "$STATE_DIR/tmp"
-    if [[ $(dpkg-query -W -f '${db:Status-Status}' busybox-static 2>/dev/null) == installed ]]; then
-        busybox=$(command -v busybox)
-    else
-        # Not installed: it would replace the machine's own busybox.
-        apt_fetch "$TEMP" busybox_packages
-        busybox=$(find "$TEMP/root" -type f -path "*/bin/busybox" -print -quit)
-    fi
-    [[ -n $busybox ]] || die "no busybox in the package busybox-static"
+    find_busybox
     root=$TEMP/template
     mkdir -p "$root"/{bin,dev,etc,proc,root,run,sys,tmp,usr,var}
     chmod 755 "$TEMP" "$root"
     chmod 1777 "$root/tmp"
-    cp "$busybox" "$root/bin/busybox"
-    "$busybox" --list | while read -r applet; do
+    cp "$BUSYBOX" "$root/bin/busybox"
+    "$BUSYBOX" --list | while read -r applet; do
         [[ $applet == busybox ]] || ln -s busybox "$root/bin/$applet"
     done
     ln -s ../bin "$root/usr/bin"
@@ -502,23 +557,29 @@ prepare_base() {
 
 # ---------------------------------------------------------------- inventory
 
-# Prints, one a line and sorted, every trace hearth could leave on this machine. Counts by name alone are
-# enough here: the list is only compared with itself, nothing is removed by it.
+# The one thing that stays on purpose: /run/netns becomes a mount point of its own the first time a namespace is
+# bound there, just as `ip netns add` makes it. It is constant, shared with iproute2, and gone after a reboot.
+NETNS_MOUNT="mount /run/netns"
+
+# Prints, one a line and sorted, every trace hearth or a test of it could leave on this machine. Counts by name
+# alone are enough here: the list is only compared with itself, nothing is removed by it.
 inventory() {
     {
         printf 'setting net.ipv4.ip_forward = %s\n' "$(cat /proc/sys/net/ipv4/ip_forward)"
-        find /run/netns -mindepth 1 -name 'hearth-*' -printf 'namespace %p\n' 2>/dev/null || true
-        find /sys/class/net -mindepth 1 \( -name 'hth*' -o -name 'hts[0-9]v*' \) -printf 'link %f\n' 2>/dev/null || true
+        # The tests' own: namespaces htest-*, links hxv*, directories /tmp/hx??????.
+        find /run/netns -mindepth 1 \( -name 'hearth-*' -o -name 'htest-*' \) -printf 'namespace %p\n' 2>/dev/null || true
+        find /sys/class/net -mindepth 1 \( -name 'hth*' -o -name 'hts[0-9]v*' -o -name 'hxv*' \) \
+            -printf 'link %f\n' 2>/dev/null || true
         nft list ruleset 2>/dev/null | sed -n 's/^[[:space:]]*\(.*hearth.*\)$/firewall \1/p' || true
         # Without a legacy table the program would load one.
         if [[ -s /proc/net/ip_tables_names ]] && command -v iptables-legacy-save >/dev/null; then
             iptables-legacy-save 2>/dev/null | sed -n 's/^\(.*hearth.*\)$/firewall \1/p' || true
         fi
         sed -n "s|^[^ ]* [^ ]* [^ ]* [^ ]* \([^ ]*\) .*|\1|p" /proc/self/mountinfo |
-            grep -e /hearth -e "^$RUN_DIR/" -e "^$STATE_DIR/" | sed 's/^/mount /' || true
+            grep -e /hearth -e '^/run/netns$' -e '^/run/netns/htest-' -e "^$RUN_DIR/" -e "^$STATE_DIR/" | sed 's/^/mount /' || true
         find /sys/fs/cgroup -type d -path '*/hearth*' -printf 'cgroup %p\n' 2>/dev/null || true
         find "$RUN_DIR" -printf 'file %p\n' 2>/dev/null || true
-        find /tmp /var/tmp /run -mindepth 1 -maxdepth 1 -name '*hearth*' -printf 'file %p\n' 2>/dev/null || true
+        find /tmp /var/tmp /run -mindepth 1 -maxdepth 1 \( -name '*hearth*' -o -name 'hx??????' \) -printf 'file %p\n' 2>/dev/null || true
         find "$STATE_DIR" \( -path "$STATE_DIR/templates/*" -o -path "$STATE_DIR/kernels/*" \) -prune \
             -o -printf 'file %p\n' 2>/dev/null || true
         inventory_processes
@@ -542,10 +603,14 @@ inventory_processes() {
     done
 }
 
-# differences BEFORE AFTER: prints them; false if there are any.
+# differences BEFORE AFTER: prints them; false if there are any but NETNS_MOUNT.
 differences() {
     local new gone
     new=$(comm -13 <(printf '%s\n' "$1") <(printf '%s\n' "$2"))
+    if grep -qxF "$NETNS_MOUNT" <<<"$new"; then
+        new=$(grep -vxF "$NETNS_MOUNT" <<<"$new" || true)
+        say "stays on purpose: $NETNS_MOUNT, as 'ip netns add' makes it; constant, gone after a reboot"
+    fi
     gone=$(comm -23 <(printf '%s\n' "$1") <(printf '%s\n' "$2"))
     [[ -n $new$gone ]] || return 0
     [[ -z $new ]] || printf '%s\n' "$new" | sed 's/^/    left behind: /'

@@ -82,6 +82,7 @@ pub(crate) fn run(root: &Path, fast: bool) -> Result<bool> {
         ("every source file says what it owns", Box::new(|| Ok(sources::headers(&tree)))),
         ("no source file is too long", Box::new(|| Ok(sources::lengths(&tree)))),
         ("unsafe only in host and guest", Box::new(|| Ok(sources::unsafe_code(&tree)))),
+        ("tests that do not run are counted as skipped", Box::new(|| Ok(sources::raw_skips(&tree)))),
         ("only host and guest reach the kernel", Box::new(|| kernel::check(&tree))),
         ("crate direction", Box::new(|| arrows::check(&tree))),
         ("paths named in ARCHITECTURE.md exist", Box::new(|| Ok(documents::paths(&tree)))),

@@ -25,6 +25,16 @@ pub enum NameError {
         /// Bytes allowed.
         max: usize,
     },
+    /// Fewer bytes than the grammar asks for.
+    #[error("{what} has {len} bytes; {min} are needed")]
+    TooShort {
+        /// Which name.
+        what: &'static str,
+        /// Bytes given.
+        len: usize,
+        /// Bytes needed.
+        min: usize,
+    },
     /// A character outside the grammar.
     #[error("{what} {given:?} has the character {found:?}; use {allowed}")]
     BadCharacter {
@@ -117,10 +127,11 @@ name_type!(
     SandboxId,
     "sandbox id",
     |s| {
-        if s.len() > SandboxId::LEN {
-            return Err(NameError::TooLong { what: "sandbox id", len: s.len(), max: SandboxId::LEN });
+        label("sandbox id", s, SandboxId::LEN, "")?;
+        if s.len() < SandboxId::LEN {
+            return Err(NameError::TooShort { what: "sandbox id", len: s.len(), min: SandboxId::LEN });
         }
-        label("sandbox id", s, SandboxId::LEN, "")
+        Ok(())
     }
 );
 
@@ -206,6 +217,10 @@ mod tests {
     fn random_ids_parse() {
         let id = SandboxId::from_random([255; 16]);
         assert_eq!(id.as_str().parse::<SandboxId>().unwrap(), id);
+        // A directory somebody else put beside ours must not pass for one.
+        for other in ["backup", "tmp", "old-backup-of-x1"] {
+            assert!(other.parse::<SandboxId>().is_err(), "{other}");
+        }
     }
 
     #[test]

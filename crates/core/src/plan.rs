@@ -154,30 +154,30 @@ mod tests {
         let directory = |id: &str| Seen::Directory(format!("/run/hearth/default/sandboxes/{id}").into());
         (1..=5)
             .map(|n| Seen::Slot(slot(n)))
-            .chain(["alive", "nobody"].map(|id| Seen::Cgroup(id.into())))
-            .chain(["alive", "nobody"].map(directory))
+            .chain(["alivexxxxxxxxxxx", "nobodyxxxxxxxxxx"].map(|id| Seen::Cgroup(id.into())))
+            .chain(["alivexxxxxxxxxxx", "nobodyxxxxxxxxxx"].map(directory))
             .collect()
     }
 
     fn sandboxes() -> Vec<Observed> {
         vec![
-            observed("alive", SandboxState::Running, 1, Liveness::Alive),
-            observed("half", SandboxState::Creating, 2, Liveness::Alive),
-            observed("dead", SandboxState::Running, 3, Liveness::Gone),
-            observed("dark", SandboxState::Running, 4, Liveness::Unknown("EACCES".into())),
+            observed("alivexxxxxxxxxxx", SandboxState::Running, 1, Liveness::Alive),
+            observed("halfxxxxxxxxxxxx", SandboxState::Creating, 2, Liveness::Alive),
+            observed("deadxxxxxxxxxxxx", SandboxState::Running, 3, Liveness::Gone),
+            observed("darkxxxxxxxxxxxx", SandboxState::Running, 4, Liveness::Unknown("EACCES".into())),
         ]
     }
 
     #[test]
     fn each_sandbox_is_adopted_released_or_kept_and_the_rest_is_leaked() {
         let plan = plan(&sandboxes(), &everything(), &BTreeSet::new(), true, BOOT);
-        assert_eq!(plan.adopt, ["alive".parse().unwrap()]);
+        assert_eq!(plan.adopt, ["alivexxxxxxxxxxx".parse().unwrap()]);
         let released: Vec<&str> = plan.release.keys().map(SandboxId::as_str).collect();
-        assert_eq!(released, ["dead", "half"]);
-        assert!(plan.keep[&"dark".parse().unwrap()].contains("EACCES"));
+        assert_eq!(released, ["deadxxxxxxxxxxxx", "halfxxxxxxxxxxxx"]);
+        assert!(plan.keep[&"darkxxxxxxxxxxxx".parse().unwrap()].contains("EACCES"));
         assert_eq!(plan.slots_in_use, [1, 2, 3, 4].map(slot).into());
         assert_eq!(plan.leaked_slots, [slot(5)].into());
-        assert_eq!(plan.leaked_cgroups, ["nobody".to_owned()].into());
+        assert_eq!(plan.leaked_cgroups, ["nobodyxxxxxxxxxx".to_owned()].into());
         assert_eq!(plan.leaked_directories.len(), 1);
     }
 
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_sandbox_stuck_before_is_released_again() {
-        let stuck = vec![observed("stuck", SandboxState::Stuck, 1, Liveness::Gone)];
+        let stuck = vec![observed("stuckxxxxxxxxxxx", SandboxState::Stuck, 1, Liveness::Gone)];
         let plan = plan(&stuck, &BTreeSet::new(), &BTreeSet::new(), true, BOOT);
         assert_eq!(plan.release.len(), 1);
         assert_eq!(plan.slots_in_use, [slot(1)].into());

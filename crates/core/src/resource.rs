@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::network::SlotIndex;
 use crate::process::ProcessIdentity;
 
-/// The kinds of DESIGN §4 that exist so far. The same word is used in logs, metric labels and tables.
+/// The kinds of host resources (docs/resources.md has a row for each). The same word is used in logs, metric labels and tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {

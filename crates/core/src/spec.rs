@@ -16,6 +16,9 @@ pub const DISK_MIB: std::ops::RangeInclusive<u64> = 16..=16 * 1024 * 1024;
 /// Longest life of a sandbox in seconds: 30 days.
 pub const TIMEOUT_SECONDS: std::ops::RangeInclusive<u64> = 1..=30 * 24 * 3600;
 
+/// Bytes of all variables of a sandbox together: they reach the guest in one frame.
+pub const ENV_BYTES: usize = 32 * 1024;
+
 /// Which VMM runs a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -123,6 +126,13 @@ impl SandboxSpec {
                 });
             }
         }
+        let bytes: usize = self.env.iter().map(|(key, value)| key.len() + value.len() + 2).sum();
+        if bytes > ENV_BYTES {
+            return Err(SpecError {
+                field: "env",
+                why: format!("{bytes} bytes are more than {ENV_BYTES}; put large values into a file"),
+            });
+        }
         Ok(())
     }
 }
@@ -154,5 +164,6 @@ mod tests {
         assert_eq!(err.to_string(), "memory: 3 MiB is outside 64 MiB to 1048576 MiB");
         assert!(SandboxSpec { timeout_seconds: Some(0), ..spec() }.validate().is_err());
         assert!(SandboxSpec { env: vec![("A=B".into(), String::new())], ..spec() }.validate().is_err());
+        assert!(SandboxSpec { env: vec![("A".into(), "x".repeat(40_000))], ..spec() }.validate().is_err());
     }
 }

@@ -3,7 +3,6 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -14,11 +13,20 @@ use tokio::sync::Notify;
 use tokio_util::compat::FuturesAsyncReadCompatExt;
 use tokio_util::task::TaskTracker;
 
+use crate::places::{Place, Places};
 use crate::reaper::Reaper;
-use crate::{configure, exec, frame, ignore, port, power, say, session, vsock};
+use crate::{configure, exec, frame, ignore, port, power, say, session, spawn, vsock};
 
 /// How long tasks may take to end after their commands were killed.
 const END: Duration = Duration::from_secs(2);
+
+/// Streams at once. The host keeps to [`MAX_STREAMS`]; what it dropped counts until its task noticed. Less than
+/// what yamux takes (see `session`), which ends the connection at its own limit.
+const STREAMS: usize = 3 * MAX_STREAMS;
+/// Commands at once with a host that listens: whatever they do, [`MAX_STREAMS`] are left for small requests.
+const ATTACHED: usize = 2 * MAX_STREAMS;
+/// Commands at once, those whose host has left included. Each takes up to three descriptors and 8 KiB.
+const COMMANDS: usize = 1024;
 
 /// The agent of this machine, or in tests of this process.
 #[derive(Debug)]
@@ -28,8 +36,12 @@ pub(crate) struct Agent {
     pub(crate) reaper: Reaper,
     /// Owner of every stream's task.
     pub(crate) tasks: TaskTracker,
+    /// Commands whose host listens.
+    pub(crate) attached: Places,
+    /// All commands.
+    pub(crate) commands: Places,
+    streams: Places,
     env: Mutex<Vec<(String, String)>>,
-    streams: AtomicUsize,
     /// A test agent was asked to shut down.
     stop: Notify,
 }
@@ -45,8 +57,10 @@ impl Agent {
             is_init,
             reaper: Reaper::default(),
             tasks: TaskTracker::new(),
+            attached: Places::new(ATTACHED),
+            commands: Places::new(COMMANDS),
+            streams: Places::new(STREAMS),
             env: Mutex::default(),
-            streams: AtomicUsize::new(0),
             stop: Notify::new(),
         })
     }
@@ -58,20 +72,16 @@ impl Agent {
 
     /// Serves a stream the host opened, in a task of its own. One too many is dropped, which resets it.
     pub(crate) fn accept(self: &Arc<Self>, stream: yamux::Stream) {
-        if self.streams.load(Ordering::Relaxed) >= MAX_STREAMS {
-            return;
-        }
-        self.streams.fetch_add(1, Ordering::Relaxed);
+        let Some(place) = self.streams.take() else { return };
         let agent = Arc::clone(self);
         self.tasks.spawn(async move {
             let (from, to) = tokio::io::split(stream.compat());
             // A broken stream concerns nobody else.
-            ignore(agent.serve(from, to).await);
-            agent.streams.fetch_sub(1, Ordering::Relaxed);
+            ignore(agent.serve(from, to, place).await);
         });
     }
 
-    async fn serve<R, W>(&self, mut from: R, mut to: W) -> io::Result<()>
+    async fn serve<R, W>(&self, mut from: R, mut to: W, place: Place) -> io::Result<()>
     where
         R: AsyncRead + Unpin,
         W: AsyncWrite + Unpin,
@@ -86,7 +96,7 @@ impl Agent {
         drop(payload);
         let outcome = match request {
             Ok(Request::Exec(exec)) => {
-                exec::serve(self, from, to, exec).await;
+                exec::serve(self, from, to, place, exec).await;
                 return Ok(());
             }
             Ok(Request::Shutdown) => return self.shut_down(to).await,
@@ -176,6 +186,7 @@ async fn reap(agent: &Agent, mut sigchld: Signal) {
 /// Pid 1 after boot: serves whichever transport the host uses. Does not return.
 pub(crate) async fn serve_guest() -> io::Result<()> {
     let agent = Agent::new(true);
+    spawn::raise_own_limit();
     // The handler stands before the first child is forked.
     let sigchld = signal(SignalKind::child())?;
     tokio::join!(reap(&agent, sigchld), port::serve(&agent), vsock::serve(&agent));
@@ -186,6 +197,7 @@ pub(crate) async fn serve_guest() -> io::Result<()> {
 /// process that descends from a command.
 pub(crate) async fn serve_socket(socket: OwnedFd) -> io::Result<()> {
     let agent = Agent::new(false);
+    spawn::raise_own_limit();
     let sigchld = signal(SignalKind::child())?;
     let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     power::adopt_orphans();

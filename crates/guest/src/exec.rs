@@ -4,16 +4,18 @@
 //! **End.** `Exit` is sent once the command ended and its pipes are at their end. A process it left behind may
 //! hold them open: then once they were quiet for [`QUIET`]. What the command itself wrote is always sent.
 //!
-//! **Host gone** (stream reset, broken frame, connection lost): the command goes on. Its stdin ends and its
-//! output is read and discarded, so that it does not hang on a full pipe.
+//! **Host gone** (stream reset or closed, broken frame, connection lost): the command goes on. Its stdin ends and
+//! its output is read and discarded, so that it does not hang on a full pipe. The stream is dropped at once and
+//! counts no more; the command counts until it ends.
 //!
-//! Memory of one command: two output chunks and one frame of input, besides the stream's window.
+//! Memory of one command: two output chunks and one frame of input, besides the stream's window; without a host
+//! 8 KiB.
 
 use std::ffi::CString;
-use std::future::pending;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hearth_core::agent::{
@@ -26,59 +28,85 @@ use tokio::sync::oneshot;
 use crate::agent::{Agent, fail};
 use crate::frame::{self, OUTPUT_CHUNK};
 use crate::ignore;
+use crate::places::Place;
 use crate::reaper::Running;
 use crate::spawn::{self, Plan, Stage};
 use crate::users::{self, Ids};
 
 /// How long the output of a command that ended must be quiet while somebody holds its pipes.
 const QUIET: Duration = Duration::from_millis(200);
+/// A host that leaves while its input is not taken does not show in what is read: between two looks for that.
+const LOOK: Duration = Duration::from_secs(2);
+/// Bytes discarded at once.
+const DISCARD: usize = 4096;
 /// As in most distributions and container runtimes.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Runs a command over its stream; ends when both have ended.
-pub(crate) async fn serve<R, W>(agent: &Agent, mut from: R, mut to: W, request: ExecRequest)
+/// Runs a command over its stream; ends when the command has ended. The place is the stream's.
+pub(crate) async fn serve<R, W>(agent: &Agent, mut from: R, mut to: W, place: Place, request: ExecRequest)
 where
     R: AsyncRead + Unpin,
     W: AsyncWrite + Unpin,
 {
-    let child = match start(agent, &request).await {
-        Ok(child) => child,
-        Err(e) => {
+    let admitted = agent.attached.take().zip(agent.commands.take());
+    let started = match &admitted {
+        Some(_) => start(agent, &request).await,
+        None => Err(fail(
+            AgentErrorKind::Failed,
+            "too many commands run in this guest; end some of them (those whose caller left still run)"
+                .to_owned(),
+        )),
+    };
+    let (child, (attached, _command)) = match (started, admitted) {
+        (Ok(child), Some(places)) => (child, places),
+        (Err(e), _) => {
             // The host may be gone, and is then not interested.
             ignore(frame::write_json(&mut to, FrameKind::Error, &e).await);
             ignore(to.shutdown().await);
             return;
         }
+        (Ok(_), None) => return,
     };
-    let Child { pid, stdin, stdout, stderr, exit } = child;
+    let Child { pid, stdin, mut output } = child;
+    let stuck = AtomicBool::new(false);
     let input = async {
         // Ends at StdinEnd, at a broken frame or with the stream; each ends the command's stdin.
-        ignore(feed(&mut from, stdin, request.tty.is_some()).await);
-        // Frames that come later are of no use, but unread they would fill the window for nothing.
-        let mut rest = Vec::new();
-        while let Ok(Some(_)) = frame::read(&mut from, &mut rest).await {}
-        pending::<()>().await;
+        if feed(&mut from, stdin, request.tty.is_some(), &stuck).await.is_ok() {
+            // Frames that come later are of no use, but unread they would hide the end of the stream.
+            let mut rest = Vec::new();
+            while let Ok(Some(_)) = frame::read(&mut from, &mut rest).await {}
+        }
     };
-    let output = async {
-        let mut sink = Sink { to: &mut to, gone: false };
-        sink.json(FrameKind::Started, &Started { pid: pid.cast_unsigned() }).await;
-        let exit = relay(stdout, stderr, exit, &mut sink).await;
-        sink.json(FrameKind::Exit, &exit).await;
+    let served = async {
+        frame::write_json(&mut to, FrameKind::Started, &Started { pid: pid.cast_unsigned() }).await?;
+        let exit = output.relay(&mut to, &stuck).await?;
+        frame::write_json(&mut to, FrameKind::Exit, &exit).await
     };
-    tokio::select! {
-        () = input => {}
-        () = output => {}
+    let gone = tokio::select! {
+        () = input => true,
+        outcome = served => outcome.is_err(),
+    };
+    if !gone {
+        // Fails if the host left just now.
+        ignore(to.shutdown().await);
+        return;
     }
-    // Fails if the host is gone.
-    ignore(to.shutdown().await);
+    drop((from, to, place, attached));
+    output.discard().await;
 }
 
 struct Child {
     pid: i32,
     stdin: Option<Stdin>,
-    stdout: pipe::Receiver,
+    output: Output,
+}
+
+/// What a command writes, and its end. Its futures may be dropped and others be made.
+struct Output {
+    stdout: Option<pipe::Receiver>,
     stderr: Option<pipe::Receiver>,
     exit: oneshot::Receiver<ExecExit>,
+    ended: Option<ExecExit>,
 }
 
 struct Stdin {
@@ -87,25 +115,11 @@ struct Stdin {
     tty: Option<Arc<OwnedFd>>,
 }
 
-/// Where frames go until the host is gone.
-struct Sink<'a, W> {
-    to: &'a mut W,
-    gone: bool,
-}
-
-impl<W: AsyncWrite + Unpin> Sink<'_, W> {
-    async fn json(&mut self, kind: FrameKind, value: &impl serde::Serialize) {
-        self.gone = self.gone || frame::write_json(self.to, kind, value).await.is_err();
-    }
-
-    /// Sends the first `len` bytes after the head's room.
-    async fn chunk(&mut self, kind: FrameKind, buffer: &mut [u8], len: usize) {
-        let frame = &mut buffer[..FRAME_HEAD + len];
-        self.gone = self.gone || frame::write_in_place(self.to, kind, frame).await.is_err();
-    }
-}
-
-async fn feed<R: AsyncRead + Unpin>(from: &mut R, mut stdin: Option<Stdin>, tty: bool) -> io::Result<()> {
+/// Moves input to the command's stdin; `stuck` says whether the command does not take it.
+async fn feed<R>(from: &mut R, mut stdin: Option<Stdin>, tty: bool, stuck: &AtomicBool) -> io::Result<()>
+where
+    R: AsyncRead + Unpin,
+{
     let mut payload = Vec::new();
     let mut line_open = false;
     while let Some(kind) = frame::read(from, &mut payload).await? {
@@ -115,9 +129,11 @@ async fn feed<R: AsyncRead + Unpin>(from: &mut R, mut stdin: Option<Stdin>, tty:
                     line_open = payload.last().map_or(line_open, |b| *b != b'\n');
                     // The command closed its stdin: what still comes is dropped, so that the host's writer
                     // does not hang.
+                    stuck.store(true, Ordering::Relaxed);
                     if s.to.write_all(&payload).await.is_err() {
                         stdin = None;
                     }
+                    stuck.store(false, Ordering::Relaxed);
                 }
             }
             FrameKind::StdinEnd => break,
@@ -125,7 +141,8 @@ async fn feed<R: AsyncRead + Unpin>(from: &mut R, mut stdin: Option<Stdin>, tty:
         }
     }
     if tty && let Some(s) = &mut stdin {
-        s.end_of_file(line_open).await?;
+        // The terminal may refuse; the host is there all the same.
+        ignore(s.end_of_file(line_open).await);
     }
     Ok(())
 }
@@ -146,41 +163,82 @@ impl Stdin {
     }
 }
 
-/// Output until the end of the command as this module defines it.
-async fn relay<W: AsyncWrite + Unpin>(
-    stdout: pipe::Receiver,
-    stderr: Option<pipe::Receiver>,
-    mut exit: oneshot::Receiver<ExecExit>,
-    sink: &mut Sink<'_, W>,
-) -> ExecExit {
-    let (mut out, mut err) = (Some(stdout), stderr);
-    let mut out_buffer = vec![0; FRAME_HEAD + OUTPUT_CHUNK];
-    let mut err_buffer = if err.is_some() { vec![0; FRAME_HEAD + OUTPUT_CHUNK] } else { Vec::new() };
-    let mut ended: Option<ExecExit> = None;
-    loop {
-        if let (None, None, Some(exit)) = (&out, &err, ended) {
-            return exit;
+impl Output {
+    /// Sends output until the end of the command as this module defines it; fails once the host is gone.
+    async fn relay<W>(&mut self, to: &mut W, stuck: &AtomicBool) -> io::Result<ExecExit>
+    where
+        W: AsyncWrite + Unpin,
+    {
+        let mut out = vec![0; FRAME_HEAD + OUTPUT_CHUNK];
+        let mut err = if self.stderr.is_some() { vec![0; FRAME_HEAD + OUTPUT_CHUNK] } else { Vec::new() };
+        loop {
+            match self.next(&mut out[FRAME_HEAD..], err.get_mut(FRAME_HEAD..).unwrap_or_default()).await {
+                Next::Stdout(n) => {
+                    frame::write_in_place(to, FrameKind::Stdout, &mut out[..FRAME_HEAD + n]).await?;
+                }
+                Next::Stderr(n) => {
+                    frame::write_in_place(to, FrameKind::Stderr, &mut err[..FRAME_HEAD + n]).await?;
+                }
+                // A write of nothing fails if the stream was reset.
+                Next::Quiet if stuck.load(Ordering::Relaxed) => drop(to.write(&[]).await?),
+                Next::Quiet => {}
+                Next::End(exit) => return Ok(exit),
+            }
         }
-        tokio::select! {
-            n = read(&mut out, &mut out_buffer), if out.is_some() => match n {
-                0 => out = None,
-                n => sink.chunk(FrameKind::Stdout, &mut out_buffer, n).await,
-            },
-            n = read(&mut err, &mut err_buffer), if err.is_some() => match n {
-                0 => err = None,
-                n => sink.chunk(FrameKind::Stderr, &mut err_buffer, n).await,
-            },
-            // The reaper never drops the sender unsent; if it did, the status would be unknown.
-            e = &mut exit, if ended.is_none() => ended = Some(e.unwrap_or(ExecExit { code: None, signal: None })),
-            () = tokio::time::sleep(QUIET), if ended.is_some() => { out = None; err = None; }
+    }
+
+    /// Reads output until the end.
+    async fn discard(&mut self) {
+        let (mut out, mut err) = (vec![0; DISCARD], vec![0; DISCARD]);
+        while !matches!(self.next(&mut out, &mut err).await, Next::End(_)) {}
+    }
+
+    async fn next(&mut self, out: &mut [u8], err: &mut [u8]) -> Next {
+        loop {
+            if let (None, None, Some(exit)) = (&self.stdout, &self.stderr, self.ended) {
+                return Next::End(exit);
+            }
+            let quiet = if self.ended.is_some() { QUIET } else { LOOK };
+            tokio::select! {
+                n = read(&mut self.stdout, out), if self.stdout.is_some() => match n {
+                    0 => self.stdout = None,
+                    n => return Next::Stdout(n),
+                },
+                n = read(&mut self.stderr, err), if self.stderr.is_some() => match n {
+                    0 => self.stderr = None,
+                    n => return Next::Stderr(n),
+                },
+                // The reaper never drops the sender unsent; if it did, the status would be unknown.
+                e = &mut self.exit, if self.ended.is_none() => {
+                    self.ended = Some(e.unwrap_or(ExecExit { code: None, signal: None }));
+                }
+                () = tokio::time::sleep(quiet) => {
+                    if self.ended.is_none() {
+                        return Next::Quiet;
+                    }
+                    (self.stdout, self.stderr) = (None, None);
+                }
+            }
         }
     }
 }
 
-/// Reads after the head's room; 0 is the end, which a terminal shows as EIO.
+/// What a command did.
+enum Next {
+    /// It wrote as many bytes.
+    Stdout(usize),
+    /// Likewise.
+    Stderr(usize),
+    /// Nothing for [`LOOK`].
+    Quiet,
+    /// It ended, and so did its output.
+    End(ExecExit),
+}
+
+/// Reads; 0 is the end, which a terminal shows as EIO.
 async fn read(from: &mut Option<pipe::Receiver>, buffer: &mut [u8]) -> usize {
     match from {
-        Some(from) => from.read(&mut buffer[FRAME_HEAD..]).await.unwrap_or(0),
+        Some(from) => from.read(buffer).await.unwrap_or(0),
         None => 0,
     }
 }
@@ -232,7 +290,10 @@ async fn start(agent: &Agent, request: &ExecRequest) -> Result<Child, AgentError
     let mut bytes = [0; spawn::REPORT];
     match report.read_exact(&mut bytes).await {
         // Closed by a successful exec.
-        Err(_) => Ok(Child { pid: forked.pid, stdin, stdout, stderr, exit }),
+        Err(_) => {
+            let output = Output { stdout: Some(stdout), stderr, exit, ended: None };
+            Ok(Child { pid: forked.pid, stdin, output })
+        }
         Ok(_) => {
             let (stage, error) = spawn::parse_report(bytes);
             Err(explain(request, &plan, stage, &error))

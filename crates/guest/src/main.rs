@@ -5,7 +5,7 @@
 //! socket it inherited, and leaves the machine alone: that is the test VMM `process`.
 //!
 //! The protocol is `hearth_core::agent`. Modules: `boot` (pid 1 up to the new root), `port` and `vsock`
-//! (transports), `session` (handshake, yamux), `agent` (requests), `exec`, `spawn`, `reaper`, `users`
+//! (transports), `session` (handshake, yamux), `agent` (requests), `places`, `exec`, `spawn`, `reaper`, `users`
 //! (commands), `configure`, `net`, `power` (the guest as a whole). One thread: an await is the only place where
 //! something else can run, which is what makes "fork, then register the child" free of races.
 //!
@@ -28,6 +28,7 @@ mod exec;
 mod frame;
 mod modules;
 mod net;
+mod places;
 mod port;
 mod power;
 mod reaper;

@@ -32,6 +32,9 @@ where
         // next handshake fails at once.
         while let Some(Ok(stream)) = std::future::poll_fn(|cx| connection.poll_next_inbound(cx)).await {
             agent.accept(stream);
+            // A buffer may hold many streams that the host opened and dropped: their tasks must see that before
+            // more of them are counted.
+            tokio::task::yield_now().await;
         }
     }
 }

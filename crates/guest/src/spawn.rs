@@ -7,6 +7,7 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
+use std::sync::OnceLock;
 
 use crate::users::Ids;
 
@@ -48,6 +49,32 @@ pub(crate) struct Forked {
     pub(crate) report: OwnedFd,
 }
 
+/// Open files of the agent: three for each command it may have, and its own.
+const NOFILE: u64 = 4096;
+/// What commands get: the limit this process was started with.
+static COMMANDS_NOFILE: OnceLock<libc::rlimit> = OnceLock::new();
+
+/// Raises this process's own limit of open files; commands keep the old one. Where it may not be raised, fewer
+/// commands can run, and one too many says so.
+pub(crate) fn raise_own_limit() {
+    let mut old = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: fills a local structure.
+    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut old) } < 0 {
+        return;
+    }
+    let wanted = libc::rlimit { rlim_cur: old.rlim_cur.max(NOFILE), rlim_max: old.rlim_max.max(NOFILE) };
+    let allowed = libc::rlimit { rlim_cur: wanted.rlim_cur.min(old.rlim_max), rlim_max: old.rlim_max };
+    // SAFETY: reads local structures.
+    let raised = unsafe {
+        libc::setrlimit(libc::RLIMIT_NOFILE, &raw const wanted) == 0
+            || libc::setrlimit(libc::RLIMIT_NOFILE, &raw const allowed) == 0
+    };
+    if raised {
+        // Called once per process.
+        crate::ignore(COMMANDS_NOFILE.set(old));
+    }
+}
+
 /// Length of a report: stage, then errno.
 pub(crate) const REPORT: usize = 5;
 
@@ -73,6 +100,7 @@ pub(crate) fn fork(plan: &Plan, stdio: [BorrowedFd<'_>; 3]) -> io::Result<Forked
         stdio: stdio.map(|fd| fd.as_raw_fd()),
         report: report_child.as_raw_fd(),
         parent: std::process::id().cast_signed(),
+        nofile: COMMANDS_NOFILE.get(),
     };
     // SAFETY: the process has one thread, so the child's memory is consistent; the child calls only
     // async-signal-safe functions on memory prepared above and ends in exec or _exit.
@@ -95,6 +123,7 @@ struct Child<'a> {
     stdio: [i32; 3],
     report: i32,
     parent: i32,
+    nofile: Option<&'a libc::rlimit>,
 }
 
 impl Child<'_> {
@@ -136,6 +165,9 @@ impl Child<'_> {
             // kernels do not know it.
             libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
             libc::umask(0o022);
+            if let Some(limit) = self.nofile {
+                setup(libc::setrlimit(libc::RLIMIT_NOFILE, ptr::from_ref(limit)))?;
+            }
         }
         self.become_user().map_err(|e| (Stage::User, e))?;
         self.enter_workdir().map_err(|e| (Stage::Workdir, e))?;

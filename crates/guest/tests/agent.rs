@@ -1,5 +1,5 @@
 //! The agent's protocol end to end: a real `hearth-guest --agent-fd` over a socket pair, driven by the client
-//! that the shim uses. Needs root only for the tests that change the user; those say so when they cannot run.
+//! that the shim uses. Needs root only for the tests that change the user; without it they are skipped.
 
 // One pre_exec and one kill in the common part.
 #![allow(unsafe_code)]
@@ -58,7 +58,7 @@ async fn environment_workdir_and_defaults() {
 #[tokio::test]
 async fn users_by_name_and_number() {
     if !is_root() {
-        eprintln!("not run: needs root to change the user");
+        hearth_testkit::skip("users_by_name_and_number", "needs root to change the user");
         return;
     }
     let rig = Rig::start().await;

@@ -379,8 +379,8 @@ mod tests {
         }
         let instance = format!("t{}-kill", std::process::id()).parse().unwrap();
         let cgroups = Cgroups::locate(&instance).unwrap();
-        cgroups.ensure("a").unwrap();
-        let fd = cgroups.open("a").unwrap();
+        cgroups.ensure("aaaaaaaaaaaaaaaa").unwrap();
+        let fd = cgroups.open("aaaaaaaaaaaaaaaa").unwrap();
         let child = spawn(SpawnOptions {
             program: "/bin/sleep".into(),
             args: vec!["1000".into()],
@@ -388,10 +388,10 @@ mod tests {
             ..SpawnOptions::default()
         })
         .unwrap();
-        kill_one_by_one(&cgroups.root().join("a")).unwrap();
+        kill_one_by_one(&cgroups.root().join("aaaaaaaaaaaaaaaa")).unwrap();
         let ended = wait(child.pidfd.as_fd(), Duration::from_secs(5)).unwrap().unwrap();
         assert_eq!(ended.signal, Some(libc::SIGKILL));
-        cgroups.release("a", Duration::from_secs(5)).unwrap();
+        cgroups.release("aaaaaaaaaaaaaaaa", Duration::from_secs(5)).unwrap();
         cgroups.remove_root().unwrap();
     }
 }

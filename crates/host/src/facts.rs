@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use crate::{cgroup, process};
 
-/// The CPU flag that says it can run guests: `vmx` or `svm`. Without it a usable-looking `/dev/kvm` aborts or
-/// spins (FIELD-NOTES §5).
+/// The CPU flag that says it can run guests: `vmx` or `svm`. Without it a usable-looking `/dev/kvm` can be a
+/// paravirtual one, on which an ordinary guest aborts or spins.
 ///
 /// # Errors
 /// If `/proc/cpuinfo` cannot be read.

@@ -20,7 +20,7 @@ use crate::process::{self, SpawnOptions};
 use crate::{error, net};
 
 /// Soft limit of open files of a started process: a shim holds a few per block request and connection; more
-/// only slows what walks the table (FIELD-NOTES §3).
+/// only slows what walks the table (measured: Firecracker starts slower with half a million).
 const SPAWN_NOFILE: u64 = 65_536;
 
 /// Which instance, and where its directories are.

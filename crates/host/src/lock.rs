@@ -127,6 +127,49 @@ impl InstanceLock {
     }
 }
 
+/// The claim to an instance's name on this host, held until dropped or the process ends.
+///
+/// Namespaces, cgroups and tables carry the instance's name and no directory, so two daemons with one name and
+/// different run directories would each call the other's things leaked. The lock is on the instance's own
+/// cgroup directory: one per host, and nothing to leave behind.
+#[derive(Debug)]
+pub struct InstanceClaim {
+    _directory: File,
+}
+
+impl InstanceClaim {
+    /// Claims the instance whose cgroup directory this is (made if absent). Never waits.
+    ///
+    /// # Errors
+    /// [`LockError::Held`] names the holder's pid.
+    pub fn acquire(cgroup: &Path) -> Result<Self, LockError> {
+        let io = |doing, source| LockError::Io { doing, path: cgroup.to_owned(), source };
+        let mut tries = 5;
+        loop {
+            std::fs::create_dir_all(cgroup).map_err(|e| io("make", e))?;
+            let directory = match File::open(cgroup) {
+                Ok(directory) => directory,
+                // An instance that ends removes its empty directory.
+                Err(e) if e.kind() == io::ErrorKind::NotFound && tries > 0 => {
+                    tries -= 1;
+                    continue;
+                }
+                Err(e) => return Err(io("open", e)),
+            };
+            match flock(&directory, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) if is_same(&directory, cgroup) => return Ok(Self { _directory: directory }),
+                Ok(()) if tries > 0 => tries -= 1,
+                Ok(()) => return Err(io("lock", io::Error::other("it keeps being replaced"))),
+                Err(Errno::WOULDBLOCK) => {
+                    let holder = holder_by_kernel(&directory);
+                    return Err(LockError::Held { path: cgroup.to_owned(), holder });
+                }
+                Err(e) => return Err(io("lock", e.into())),
+            }
+        }
+    }
+}
+
 /// Whether a daemon holds the lock of this instance now; takes nothing.
 ///
 /// # Errors
@@ -189,6 +232,17 @@ fn holder_by_kernel(file: &File) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_is_claimed_once_whatever_the_run_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().join("hearth/i");
+        let claim = InstanceClaim::acquire(&place).unwrap();
+        let error = InstanceClaim::acquire(&place).unwrap_err();
+        assert!(matches!(error, LockError::Held { .. }), "{error}");
+        drop(claim);
+        InstanceClaim::acquire(&place).unwrap();
+    }
 
     #[test]
     fn a_stale_file_stops_nobody_and_removal_leaves_nothing() {

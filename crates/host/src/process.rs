@@ -223,3 +223,14 @@ pub fn describe(pid: u32) -> String {
 pub fn comm(pid: u32) -> Option<String> {
     stat::read(pid).ok().map(|s| s.comm)
 }
+
+/// Raises this process's soft limit of open files to its hard one: a daemon holds a few per sandbox, and one
+/// that runs out of them cannot watch its shims.
+///
+/// # Errors
+/// From setrlimit(2); the limit is then as it was.
+pub fn raise_nofile_limit() -> io::Result<()> {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let raised = rustix::process::Rlimit { current: limit.maximum, maximum: limit.maximum };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).map_err(io::Error::from)
+}

@@ -91,7 +91,7 @@ fn kernel_in_private(instance: &str, base: &Path) {
 /// Makes what belongs to the instance itself, so that `remove_instance` has something to remove.
 fn fill(host: &KernelHost) {
     host.ensure(&Resource::HostFirewall).expect("host firewall");
-    let cgroup = Resource::Cgroup { name: "conform9".into() };
+    let cgroup = Resource::Cgroup { name: "conformance99999".into() };
     host.ensure(&cgroup).expect("cgroup");
     host.release(&cgroup, Duration::from_secs(5)).expect("cgroup");
 }

@@ -11,7 +11,7 @@ use hearth_core::host::ErrorClass;
 use hearth_core::network::SlotLayout;
 use hearth_core::resource::Resource;
 use hearth_host::net::host_firewall;
-use net_support::{WITHIN, nft, on_a_host, run};
+use net_support::{WITHIN, ip, nft, on_a_host, run};
 
 const FORWARD: &str = "/proc/sys/net/ipv4/ip_forward";
 
@@ -147,5 +147,45 @@ fn a_damaged_record_is_an_error_and_the_rest_still_goes() {
         assert_eq!(error.class, ErrorClass::Refused);
         assert!(error.to_string().contains("by hand"), "{error}");
         assert_eq!(ruleset(), "");
+    });
+}
+
+#[test]
+fn a_prefix_that_meets_another_instances_is_a_conflict() {
+    on_a_host("a_prefix_that_meets_another_instances_is_a_conflict", |lab| {
+        let conflict = || host_firewall::prefix_conflict(&lab.layout).unwrap();
+        let with = |prefix: &str| SlotLayout {
+            instance: "other-1".parse().unwrap(),
+            veth_prefix: prefix.parse().unwrap(),
+            cidr: "10.13.0.0/16".parse().unwrap(),
+        };
+        assert_eq!(conflict(), None);
+        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        lab.ensure(1);
+        // Neither our own things nor an operator's link are another instance's.
+        ip("link add hth7 type veth peer name op7");
+        assert_eq!(conflict(), None);
+        let record = lab.record.with_file_name("other.json");
+        for (prefix, meets) in [("oth", false), ("hth", true), ("hthx", true), ("ht", true), ("hta", false)] {
+            host_firewall::ensure(&with(prefix), &record).unwrap();
+            match conflict() {
+                Some(why) => {
+                    assert!(meets, "{prefix}: {why}");
+                    assert!(why.contains("table inet hearth-other-1 of instance other-1"), "{why}");
+                    assert!(why.contains(&format!("{prefix}*")) && why.contains("hth*"), "{why}");
+                }
+                None => assert!(!meets, "{prefix}"),
+            }
+            assert_eq!(host_firewall::prefix_conflict(&with(prefix)).unwrap().is_some(), meets, "{prefix}");
+        }
+        host_firewall::release(&with("hta"), &record, WITHIN).unwrap();
+        assert_eq!(conflict(), None);
+        // A table of no instance.
+        nft("table inet wall { chain f { type filter hook forward priority 0; iifname \"hth*\" accept; } }");
+        assert_eq!(conflict(), None);
+        ip("link set hth7 alias hearth-other-1-7");
+        let why = conflict().unwrap();
+        assert!(why.contains("link hth7") && why.contains("instance other-1's"), "{why}");
+        lab.release(1);
     });
 }

@@ -106,7 +106,11 @@ fn half_made_slots_are_completed() {
             &[&format!("-n {ns} link set uplink down")],
             &[&format!("-n {ns} route del default")],
             &[&format!("-n {ns} link del uplink")],
-            &[&format!("link del {host}"), &format!("link add {host} type veth peer name elsewhere")],
+            &[
+                &format!("link del {host}"),
+                &format!("link add {host} type veth peer name elsewhere"),
+                &format!("link set {host} alias {ns}"),
+            ],
             &[&format!("-n {ns} link set lo down"), &format!("-n {ns} link set tap0 down")],
             &[&format!("-n {ns} link del tap0"), &format!("netns exec {ns} nft flush ruleset")],
         ];

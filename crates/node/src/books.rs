@@ -36,7 +36,7 @@ impl Books {
     pub(crate) fn enter_new(&self, handle: Handle) -> Result<(), EngineError> {
         let mut inner = self.lock();
         if let Some(why) = &inner.closed {
-            return Err(EngineError::Closed(why.clone()));
+            return Err(EngineError::Closed(format!("the node takes no new sandboxes: {why}")));
         }
         if let Some(id) = inner.by_name.get(&handle.name) {
             return Err(EngineError::AlreadyExists(format!(

@@ -33,12 +33,50 @@ pub struct EngineConfig {
     pub vmms: Vmms,
     /// Where creation is made to fail, for tests.
     pub failpoints: Failpoints,
+    /// What happens to leftovers at start.
+    pub reclaim: Reclaim,
     /// How long the release of one resource may take before the sandbox counts as stuck.
     pub release_deadline: Duration,
     /// How long a guest may take from start to ready.
     pub boot_deadline: Duration,
     /// Size at which a console log is turned over, bytes.
     pub console_cap_bytes: u64,
+}
+
+/// What happens to leftovers of an earlier run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reclaim {
+    /// Whether ready waits for it.
+    pub mode: ReclaimMode,
+    /// Releases at once.
+    pub parallelism: usize,
+    /// How long `blocking` waits; `None`: to the end.
+    pub budget: Option<Duration>,
+    /// For how many leftovers `blocking` waits; `None`: for all.
+    pub budget_count: Option<u64>,
+}
+
+/// Whether ready waits for the release of leftovers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReclaimMode {
+    /// Ready at once, leftovers released meanwhile.
+    Background,
+    /// Ready afterwards, or when a budget is spent.
+    Blocking,
+    /// Leftovers are reported and stay.
+    Off,
+}
+
+impl ReclaimMode {
+    /// The word for it.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            ReclaimMode::Background => "background",
+            ReclaimMode::Blocking => "blocking",
+            ReclaimMode::Off => "off",
+        }
+    }
 }
 
 /// The VMMs this node can run.

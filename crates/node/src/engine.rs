@@ -12,8 +12,9 @@ use hearth_core::id::{SandboxId, SandboxName, TemplateName};
 use hearth_core::image::Template;
 use hearth_core::lifecycle::SandboxState;
 use hearth_core::record::Record;
+use hearth_core::resource::Resource;
 use hearth_core::spec::{SandboxSpec, VmmKind};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -23,9 +24,13 @@ use crate::config::EngineConfig;
 use crate::error::EngineError;
 use crate::images;
 use crate::pool::SlotPool;
+use crate::reclaim::ReclaimProgress;
 use crate::records::Records;
-use crate::sandbox::{Begin, Handle, Sandbox, StepStarted, View};
+use crate::sandbox::{Begin, DeleteError, Handle, Sandbox, StepStarted, View};
 use crate::shim_client::Client;
+
+/// Sandboxes released at the same time after a start.
+const RELEASES_AT_START: usize = 8;
 
 /// What the tasks of one engine share.
 #[derive(Debug)]
@@ -39,6 +44,8 @@ pub(crate) struct Context<H> {
     pub(crate) detach: CancellationToken,
     /// Ends creations under way.
     pub(crate) no_creates: CancellationToken,
+    /// Bounds the releases that a start begins at once.
+    pub(crate) releases: Semaphore,
 }
 
 /// Where the engine is.
@@ -79,6 +86,7 @@ pub struct Engine<H> {
     pub(crate) context: Arc<Context<H>>,
     pub(crate) tasks: TaskTracker,
     pub(crate) phase: watch::Sender<Phase>,
+    pub(crate) reclaim: watch::Sender<ReclaimProgress>,
     /// Ends the pool's filler and the release of leftovers.
     pub(crate) stop: CancellationToken,
 }
@@ -97,11 +105,13 @@ impl<H: Host> Engine<H> {
             books: Books::default(),
             detach: CancellationToken::new(),
             no_creates: CancellationToken::new(),
+            releases: Semaphore::new(RELEASES_AT_START),
         };
         Arc::new(Self {
             context: Arc::new(context),
             tasks: TaskTracker::new(),
             phase: watch::Sender::new(Phase::Starting("not begun".into())),
+            reclaim: watch::Sender::new(ReclaimProgress::default()),
             stop: CancellationToken::new(),
         })
     }
@@ -117,10 +127,17 @@ impl<H: Host> Engine<H> {
         self.phase.subscribe()
     }
 
+    /// How far the release of leftovers is.
+    #[must_use]
+    pub fn reclaim(&self) -> ReclaimProgress {
+        self.reclaim.borrow().clone()
+    }
+
     pub(crate) fn ready(&self) -> Result<(), EngineError> {
         match &*self.phase.borrow() {
             Phase::Ready => Ok(()),
-            Phase::Starting(why) | Phase::Failed(why) => Err(EngineError::Starting(why.clone())),
+            Phase::Starting(why) => Err(EngineError::Starting(why.clone())),
+            Phase::Failed(why) => Err(EngineError::Failed(format!("the node could not start: {why}"))),
         }
     }
 
@@ -169,6 +186,11 @@ impl<H: Host> Engine<H> {
         spec.validate().map_err(|e| EngineError::Invalid(e.to_string()))?;
         let id = random_id()?;
         let name = match new.name {
+            Some(name) if name.as_str().parse::<SandboxId>().is_ok() => {
+                return Err(EngineError::Invalid(format!(
+                    "the name {name} has the form of a sandbox id; choose another"
+                )));
+            }
             Some(name) => name,
             None => id.as_str().parse().map_err(|e| EngineError::Failed(format!("{e}")))?,
         };
@@ -237,12 +259,12 @@ impl<H: Host> Engine<H> {
     pub(crate) fn spawn(&self, sandbox: Sandbox<H>, begin: Begin) {
         let id = sandbox.record.id.clone();
         let at_begin = sandbox.record.clone();
-        let context = Arc::clone(&self.context);
         // Enough of the engine to start the second task.
         let engine = Self {
             context: Arc::clone(&self.context),
             tasks: self.tasks.clone(),
             phase: self.phase.clone(),
+            reclaim: self.reclaim.clone(),
             stop: self.stop.clone(),
         };
         self.tasks.spawn(async move {
@@ -251,16 +273,33 @@ impl<H: Host> Engine<H> {
             };
             let why = panic_text(panic.as_ref());
             tracing::error!(sandbox = %id, "its task panicked: {why}");
-            // The record on disk names everything; before the first write there is at most its directory.
-            let record = context.records.load().ok().and_then(|l| l.records.into_iter().find(|r| r.id == id));
-            let mut record = record.unwrap_or(at_begin);
-            record.intend(hearth_core::resource::Resource::Directory {
-                path: context.records.sandbox_dir(&id),
-            });
+            let Some(record) = engine.record_after_panic(at_begin).await else { return };
             let (sandbox, handle) = engine.sandbox(record, None, CancellationToken::new(), None);
             engine.context.books.enter_found(handle);
             sandbox.run(Begin::Release(format!("its task panicked: {why}"))).await;
         });
+    }
+
+    /// All that a sandbox whose task panicked may own: its record, and what has its id for a name. `None` if
+    /// the daemon ends before the record could be read; the next start takes it up.
+    async fn record_after_panic(&self, at_begin: Record) -> Option<Record> {
+        let id = at_begin.id.clone();
+        let mut record = loop {
+            let (records, id) = (self.context.records.clone(), id.clone());
+            match blocking(move || records.load_one(&id)).await {
+                Ok(Some(record)) => break record,
+                Ok(None) => break at_begin,
+                Err(why) => tracing::error!("its record cannot be read, trying again: {why}"),
+            }
+            tokio::select! {
+                () = tokio::time::sleep(Duration::from_secs(5)) => {}
+                () = self.context.detach.cancelled() => return None,
+            }
+        };
+        record.intend(Resource::Directory { path: self.context.records.sandbox_dir(&id) });
+        record.intend(Resource::Directory { path: self.run_dir(&id) });
+        record.intend(Resource::Cgroup { name: id.to_string() });
+        Some(record)
     }
 
     /// The sandbox with this id or name.
@@ -290,7 +329,12 @@ impl<H: Host> Engine<H> {
         self.ready()?;
         let handle = self.context.books.find(key)?;
         let name = handle.name.to_string();
-        handle.delete().await.map_err(|why| EngineError::Stuck { name, why })
+        handle.delete().await.map_err(|e| match e {
+            DeleteError::Stuck(why) => EngineError::Stuck { name, why },
+            DeleteError::Ended => EngineError::Closed(format!(
+                "sandbox {name} is not deleted: the daemon stopped looking after it; ask the next one"
+            )),
+        })
     }
 
     /// The shim of a running sandbox.
@@ -335,57 +379,6 @@ impl<H: Host> Engine<H> {
     #[must_use]
     pub fn config(&self) -> &EngineConfig {
         &self.context.config
-    }
-
-    /// Takes no new sandboxes from here on; those being made are taken back.
-    pub fn close(&self, why: &str) {
-        self.context.books.close(why);
-        self.context.no_creates.cancel();
-    }
-
-    /// Waits until no sandbox is left, at most `within`. True if none is.
-    pub async fn drained(&self, within: Duration) -> bool {
-        let end = tokio::time::Instant::now() + within;
-        loop {
-            let Some(handle) = self.context.books.all().into_iter().next() else { return true };
-            let mut view = handle.view.clone();
-            let gone = view.wait_for(|v| v.gone);
-            if tokio::time::timeout_at(end, gone).await.is_err() {
-                return false;
-            }
-        }
-    }
-
-    /// Deletes every sandbox. What is stuck is told.
-    pub async fn delete_all(&self) -> Vec<String> {
-        let deletes = self.context.books.all().into_iter().map(|handle| async move {
-            handle.delete().await.err().map(|why| format!("sandbox {}: {why}", handle.name))
-        });
-        let mut left = Vec::new();
-        // Bounded: each delete holds a few threads of the blocking pool for a moment.
-        let mut results = futures::stream::StreamExt::buffer_unordered(futures::stream::iter(deletes), 16);
-        while let Some(result) = futures::stream::StreamExt::next(&mut results).await {
-            left.extend(result);
-        }
-        left
-    }
-
-    /// Ends the engine and leaves running VMs to their shims. Prepared slots are released.
-    pub async fn detach(&self) -> Vec<String> {
-        self.close("it is shutting down");
-        self.stop.cancel();
-        // Creations under way are taken back by their own tasks before those end.
-        for handle in self.context.books.all() {
-            let mut view = handle.view.clone();
-            let settled = view.wait_for(|v| v.gone || v.state != SandboxState::Creating);
-            if tokio::time::timeout(Duration::from_secs(20), settled).await.is_err() {
-                tracing::warn!(sandbox = %handle.id, "still being created; the next start takes it back");
-            }
-        }
-        self.context.detach.cancel();
-        self.tasks.close();
-        self.tasks.wait().await;
-        self.context.pool.close().await
     }
 }
 

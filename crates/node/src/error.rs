@@ -12,7 +12,7 @@ pub enum EngineError {
     #[error("the node is starting: {0}")]
     Starting(String),
     /// The node takes no new sandboxes.
-    #[error("the node takes no new sandboxes: {0}")]
+    #[error("{0}")]
     Closed(String),
     /// Bad input; nothing was made.
     #[error("{0}")]

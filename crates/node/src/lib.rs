@@ -10,14 +10,17 @@ mod error;
 mod failpoint;
 pub mod images;
 mod pool;
+mod reclaim;
 mod records;
 mod sandbox;
 mod shim_client;
 mod start;
+mod stop;
 
-pub use config::{EngineConfig, Vmms};
+pub use config::{EngineConfig, Reclaim, ReclaimMode, Vmms};
 pub use engine::{Engine, NewSandbox, Phase};
 pub use error::{EngineError, chain};
 pub use failpoint::{Action, Failpoints};
+pub use reclaim::{ReclaimProgress, ReclaimState};
 pub use sandbox::{StepStarted, View};
 pub use shim_client::Client as ShimClient;

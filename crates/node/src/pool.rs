@@ -14,6 +14,9 @@ use tokio::sync::Notify;
 use crate::blocking::on_host;
 use crate::error::{EngineError, chain};
 
+/// Back-off of the filler while slots cannot be made.
+const FILL_RETRY: std::ops::RangeInclusive<Duration> = Duration::from_secs(5)..=Duration::from_secs(120);
+
 /// Slots of one instance. Numbers that are in no state are free.
 #[derive(Debug)]
 pub(crate) struct SlotPool<H> {
@@ -44,6 +47,8 @@ struct Inner {
     next: u32,
     capacity: u32,
     closed: bool,
+    /// Slots that could not be removed and have no owner who tries again.
+    unowned: Vec<SlotIndex>,
 }
 
 impl Inner {
@@ -74,6 +79,7 @@ impl<H: Host> SlotPool<H> {
             next: 1,
             capacity,
             closed: false,
+            unowned: Vec::new(),
         };
         Arc::new(Self { host, inner: Mutex::new(inner), target, wanted: Notify::new(), release_deadline })
     }
@@ -134,7 +140,10 @@ impl<H: Host> SlotPool<H> {
             // What cannot be taken back is Stuck in the pool's own books.
             return Err(match self.release(slot).await {
                 Ok(()) => EngineError::Failed(why),
-                Err(left) => EngineError::Failed(format!("{why}; and it could not be taken back: {left}")),
+                Err(left) => {
+                    self.lock().unowned.push(slot);
+                    EngineError::Failed(format!("{why}; and it could not be taken back: {left}"))
+                }
             });
         }
         Ok(())
@@ -174,6 +183,11 @@ impl<H: Host> SlotPool<H> {
         }
     }
 
+    /// The slots that somebody should try to release again.
+    pub(crate) fn take_unowned(&self) -> Vec<SlotIndex> {
+        std::mem::take(&mut self.lock().unowned)
+    }
+
     /// Removes a slot from the host and frees its number.
     pub(crate) async fn release(&self, slot: SlotIndex) -> Result<(), String> {
         self.remove(slot).await?;
@@ -207,7 +221,7 @@ impl<H: Host> SlotPool<H> {
 
     /// Keeps the pool filled until `stop`. One slot at a time: more threads only queue in the kernel.
     pub(crate) async fn fill(&self, stop: tokio_util::sync::CancellationToken) {
-        let mut failing = false;
+        let mut wait = *FILL_RETRY.start();
         while !stop.is_cancelled() {
             let slot = {
                 let mut inner = self.lock();
@@ -229,18 +243,17 @@ impl<H: Host> SlotPool<H> {
             };
             match self.build(slot).await {
                 Ok(()) => {
-                    failing = false;
+                    wait = *FILL_RETRY.start();
                     let mut inner = self.lock();
                     inner.states.insert(slot, SlotState::Ready);
                     inner.ready.push_back(slot);
                 }
                 Err(e) => {
-                    if !failing {
+                    if wait == *FILL_RETRY.start() {
                         tracing::warn!(%slot, "cannot prepare a slot: {e}");
                     }
-                    failing = true;
                     tokio::select! {
-                        () = tokio::time::sleep(Duration::from_secs(5)) => {}
+                        () = tokio::time::sleep(wait) => wait = (wait * 2).min(*FILL_RETRY.end()),
                         () = stop.cancelled() => return,
                     }
                 }

@@ -25,6 +25,8 @@ pub(crate) struct Loaded {
     pub(crate) unreadable: BTreeMap<String, String>,
     /// Sandbox directories without a record: made just before a crash, or released all but this.
     pub(crate) without: Vec<PathBuf>,
+    /// Whatever else lies there; not ours.
+    pub(crate) foreign: Vec<PathBuf>,
 }
 
 impl Records {
@@ -72,6 +74,10 @@ impl Records {
         for entry in entries {
             let path = entry?.path();
             let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+            if name.parse::<SandboxId>().is_err() || !path.is_dir() {
+                loaded.foreign.push(path);
+                continue;
+            }
             match read_record(&path, &name) {
                 Ok(Some(record)) => loaded.records.push(record),
                 Ok(None) => loaded.without.push(path),
@@ -81,6 +87,14 @@ impl Records {
             }
         }
         Ok(loaded)
+    }
+
+    /// Reads one record; `None` if there is none.
+    ///
+    /// # Errors
+    /// In words, if it cannot be used.
+    pub(crate) fn load_one(&self, id: &SandboxId) -> Result<Option<Record>, String> {
+        read_record(&self.sandbox_dir(id), id.as_str())
     }
 
     /// How the VM of a sandbox ended, if its shim said so.
@@ -151,31 +165,38 @@ mod tests {
         }
     }
 
+    const EMPTY: &str = "bbbbbbbbbbbbbbbb";
+    const FUTURE: &str = "cccccccccccccccc";
+    const OTHER: &str = "dddddddddddddddd";
+    const TRUNCATED: &str = "eeeeeeeeeeeeeeee";
+    const BARE: &str = "ffffffffffffffff";
+
     #[test]
     fn what_is_saved_is_loaded_and_what_cannot_be_used_is_kept() {
         let tmp = tempfile::tempdir().unwrap();
         let records = Records::new(tmp.path());
         assert!(records.load().unwrap().records.is_empty());
         let good = record("aaaaaaaaaaaaaaaa");
-        for name in ["aaaaaaaaaaaaaaaa", "empty", "future", "truncated", "bare", "other"] {
+        for name in ["aaaaaaaaaaaaaaaa", EMPTY, FUTURE, TRUNCATED, BARE, OTHER, "old-backup"] {
             fs::create_dir_all(tmp.path().join("sandboxes").join(name)).unwrap();
         }
         records.save(&good).unwrap();
         let put = |name: &str, text: &str| {
             fs::write(tmp.path().join("sandboxes").join(name).join(RECORD_FILE), text).unwrap();
         };
-        put("empty", "");
-        put("future", "{\"schema\": 99, \"new\": true}");
-        put("truncated", "{\"schema\": 1, \"id\": \"tr");
-        put("other", &serde_json::to_string(&good).unwrap());
+        put(EMPTY, "");
+        put(FUTURE, "{\"schema\": 99, \"new\": true}");
+        put(TRUNCATED, "{\"schema\": 1, \"id\": \"tr");
+        put(OTHER, &serde_json::to_string(&good).unwrap());
         let loaded = records.load().unwrap();
         assert_eq!(loaded.records, vec![good]);
         assert_eq!(
             loaded.unreadable.keys().map(String::as_str).collect::<Vec<_>>(),
-            ["empty", "future", "other", "truncated"]
+            [EMPTY, FUTURE, OTHER, TRUNCATED]
         );
-        assert!(loaded.unreadable["future"].contains("newer"));
-        assert_eq!(loaded.without.len(), 1);
+        assert!(loaded.unreadable[FUTURE].contains("newer"));
+        assert_eq!(loaded.without, [tmp.path().join("sandboxes").join(BARE)]);
+        assert_eq!(loaded.foreign, [tmp.path().join("sandboxes/old-backup")]);
     }
 
     #[test]

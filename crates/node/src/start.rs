@@ -3,8 +3,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
-use futures::StreamExt as _;
 use hearth_core::host::{Census, Host};
 use hearth_core::lifecycle::SlotState;
 use hearth_core::plan::{Observed, Plan, Seen, plan};
@@ -14,15 +14,16 @@ use hearth_core::resource::{Kind, Resource};
 use tokio_util::sync::CancellationToken;
 
 use crate::blocking::{blocking, on_host};
+use crate::config::ReclaimMode;
 use crate::engine::{Engine, Phase};
 use crate::error::{EngineError, chain};
-use crate::records::Loaded;
 use crate::sandbox::Begin;
 
 /// Kinds scanned at start. What lives inside a namespace goes with it and needs no scan of its own.
 const SCANNED: [Kind; 4] = [Kind::Netns, Kind::Veth, Kind::Cgroup, Kind::Directory];
-/// Leftovers released at the same time.
-const RELEASERS: usize = 4;
+/// How long one scan may take, and how often it is tried.
+const CENSUS: Duration = Duration::from_secs(60);
+const CENSUS_TRIES: u32 = 5;
 
 impl<H: Host> Engine<H> {
     /// Finds out what is there, adopts what lives, and begins to serve; leftovers are released in the
@@ -42,19 +43,17 @@ impl<H: Host> Engine<H> {
         self.phase.send_replace(Phase::Starting("taking the census".into()));
         let records = self.context.records.clone();
         let loaded = blocking(move || records.load());
-        let scans = SCANNED.map(|kind| on_host(&self.context.host, move |host| host.census(kind)));
+        let scans = SCANNED.map(|kind| self.whole_census(kind));
         let (loaded, scans) = futures::join!(loaded, futures::future::join_all(scans));
-        let all_records_known = loaded.is_ok();
-        let loaded = loaded.unwrap_or_else(|e| {
-            tracing::error!("records cannot be listed: {e}; nothing is released until they can");
-            Loaded::default()
-        });
+        let loaded = loaded.map_err(|e| {
+            EngineError::Failed(format!("records cannot be listed, so nothing can be decided: {e}"))
+        })?;
+        for path in &loaded.foreign {
+            tracing::info!("not ours and left alone: {}", path.display());
+        }
         let mut seen = BTreeSet::new();
         for (kind, scan) in SCANNED.iter().zip(scans) {
-            match scan {
-                Ok(census) => self.note(*kind, census, &mut seen),
-                Err(e) => tracing::warn!(%kind, "census failed: {}", chain(&e)),
-            }
+            self.note(*kind, scan?, &mut seen);
         }
         seen.extend(loaded.without.iter().cloned().map(Seen::Directory));
         for (id, why) in &loaded.unreadable {
@@ -63,7 +62,7 @@ impl<H: Host> Engine<H> {
 
         let observed = self.observe(loaded.records).await;
         let unreadable = loaded.unreadable.keys().cloned().collect();
-        let plan = plan(&observed, &seen, &unreadable, all_records_known, self.context.host.boot_id());
+        let plan = plan(&observed, &seen, &unreadable, true, self.context.host.boot_id());
         // A slot seen but neither in use nor called leaked may belong to a record that cannot be read.
         for slot in seen.iter().filter_map(|s| if let Seen::Slot(n) = s { Some(*n) } else { None }) {
             self.context.pool.mark(slot, SlotState::Stuck("its owner is not known".into()));
@@ -81,28 +80,45 @@ impl<H: Host> Engine<H> {
         self.apply(&plan, by_id);
         let engine = Arc::clone(self);
         self.tasks.spawn(async move { engine.context.pool.fill(engine.stop.clone()).await });
-        let engine = Arc::clone(self);
-        self.tasks.spawn(async move { engine.release_leftovers(plan).await });
+        if self.context.config.reclaim.mode == ReclaimMode::Blocking {
+            self.phase.send_replace(Phase::Starting("releasing leftovers".into()));
+        }
+        self.begin_reclaim(&plan).await;
         self.phase.send_replace(Phase::Ready);
         Ok(())
     }
 
+    /// A census with nothing missing: a number that was not seen counts as free, so a scan cut short would
+    /// free what is in use (law 4).
+    async fn whole_census(&self, kind: Kind) -> Result<Census, EngineError> {
+        let mut tries = CENSUS_TRIES;
+        loop {
+            tries -= 1;
+            let scan = on_host(&self.context.host, move |host| host.census(kind));
+            let why = match tokio::time::timeout(CENSUS, scan).await {
+                Ok(Ok(census)) if census.incomplete.is_empty() => return Ok(census),
+                Ok(Ok(census)) => census.incomplete.join("; "),
+                Ok(Err(e)) => chain(&e),
+                Err(_) => format!("not done after {} s", CENSUS.as_secs()),
+            };
+            tracing::warn!(%kind, "census is incomplete: {why}");
+            if tries == 0 {
+                return Err(EngineError::Failed(format!("the census of kind {kind} is incomplete: {why}")));
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    }
+
     fn note(&self, kind: Kind, census: Census, seen: &mut BTreeSet<Seen>) {
+        // One line however many there are: another instance may have thousands.
+        if let Some((name, why)) = census.foreign.first_key_value() {
+            tracing::info!(%kind, count = census.foreign.len(), name, "not ours and left alone, such as this: {why}");
+        }
         for (name, why) in &census.foreign {
-            tracing::info!(%kind, name, "not ours and left alone: {why}");
-            if let Some(slot) = self
-                .context
-                .config
-                .layout
-                .slot_of_netns(name)
-                .or_else(|| self.context.config.layout.slot_of_veth(name))
-            {
+            let layout = &self.context.config.layout;
+            if let Some(slot) = layout.slot_of_netns(name).or_else(|| layout.slot_of_veth(name)) {
                 self.context.pool.mark(slot, SlotState::Foreign(why.clone()));
             }
-        }
-        for why in &census.incomplete {
-            // What was seen is real all the same; absence proves nothing, and nothing here relies on it.
-            tracing::warn!(%kind, "census is incomplete: {why}");
         }
         for sighting in census.ours {
             match sighting.resource {
@@ -139,7 +155,7 @@ impl<H: Host> Engine<H> {
             let Some(record) = records.remove(id) else { continue };
             tracing::info!(sandbox = %id, name = %record.name, "found running, taking it over");
             claimed.extend(record.slot);
-            begin(record, Begin::Adopt);
+            begin(record, Begin::Found);
         }
         for (id, why) in &plan.release {
             let Some(mut record) = records.remove(id) else { continue };
@@ -153,47 +169,9 @@ impl<H: Host> Engine<H> {
             }
             begin(record, Begin::Release(why.clone()));
         }
-        for (id, why) in &plan.keep {
-            tracing::error!(sandbox = %id, "kept as it is: {why}");
+        for id in plan.keep.keys() {
+            let Some(record) = records.remove(id) else { continue };
+            begin(record, Begin::Found);
         }
-    }
-
-    /// Releases what no record names. Bounded; ends early when the engine does, since the next start finds
-    /// the rest.
-    async fn release_leftovers(&self, plan: Plan) {
-        let total = plan.leaked_slots.len() + plan.leaked_cgroups.len() + plan.leaked_directories.len();
-        if total == 0 {
-            return;
-        }
-        tracing::info!(
-            slots = plan.leaked_slots.len(),
-            cgroups = plan.leaked_cgroups.len(),
-            directories = plan.leaked_directories.len(),
-            "releasing leftovers of an earlier run"
-        );
-        // Processes before what they hold.
-        let cgroups = plan.leaked_cgroups.into_iter().map(|name| Resource::Cgroup { name });
-        let directories = plan.leaked_directories.into_iter().map(|path| Resource::Directory { path });
-        for resource in cgroups.chain(directories) {
-            if self.stop.is_cancelled() {
-                return;
-            }
-            let within = self.context.config.release_deadline;
-            let shown = resource.to_string();
-            let released = on_host(&self.context.host, move |host| host.release(&resource, within)).await;
-            if let Err(e) = released {
-                tracing::warn!("leftover {shown} stays: {}", chain(&e));
-            }
-        }
-        let slots = futures::stream::iter(plan.leaked_slots).map(|slot| async move {
-            if self.stop.is_cancelled() {
-                return;
-            }
-            if let Err(why) = self.context.pool.release(slot).await {
-                tracing::warn!(%slot, "leftover slot stays: {why}");
-            }
-        });
-        slots.buffer_unordered(RELEASERS).collect::<()>().await;
-        tracing::info!("leftovers are done");
     }
 }

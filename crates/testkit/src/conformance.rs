@@ -88,18 +88,18 @@ impl Suite<'_> {
             }
             Kind::HostFirewall => self.round_trip(&Resource::HostFirewall),
             Kind::Cgroup => {
-                self.round_trip(&Resource::Cgroup { name: "conform0".into() });
+                self.round_trip(&Resource::Cgroup { name: "conformance00000".into() });
                 for name in ["", "..", "../x", "a/b", "A"] {
                     self.refused(&Resource::Cgroup { name: name.into() });
                 }
             }
             Kind::Directory => self.directories(),
             Kind::Mount => {
-                let path = self.subject.run_dir.join("sandboxes/conform0/mnt");
+                let path = self.subject.run_dir.join("sandboxes/conformance00000/mnt");
                 self.round_trip(&Resource::Mount { path });
-                self.refused(&Resource::Mount { path: "/conform0".into() });
+                self.refused(&Resource::Mount { path: "/conformance00000".into() });
                 self.refused(&Resource::Mount { path: self.subject.run_dir.join("a/../../x") });
-                let parent = self.subject.run_dir.join("sandboxes/conform0");
+                let parent = self.subject.run_dir.join("sandboxes/conformance00000");
                 self.release(&Resource::Directory { path: parent });
             }
             Kind::Process => self.processes(),
@@ -128,7 +128,7 @@ impl Suite<'_> {
     fn directories(&self) {
         let subject = self.subject;
         for base in [subject.run_dir, subject.state_dir] {
-            let path = base.join("sandboxes/conform0");
+            let path = base.join("sandboxes/conformance00000");
             let resource = Resource::Directory { path: path.clone() };
             self.round_trip(&resource);
             self.ensure(&resource);
@@ -148,7 +148,7 @@ impl Suite<'_> {
                 self.host.release(&in_place, WITHIN).expect_err("a symlink in the place was released");
             assert_eq!(error.class, ErrorClass::Foreign, "{error}");
             fs::remove_file(&outside).expect("remove the symlink");
-            let deep = Resource::Directory { path: base.join("sandboxes/conform0/a/b") };
+            let deep = Resource::Directory { path: base.join("sandboxes/conformance00000/a/b") };
             self.ensure(&deep);
             self.release(&deep);
             self.release(&resource);
@@ -164,15 +164,15 @@ impl Suite<'_> {
     }
 
     fn processes(&self) {
-        let cgroup = Resource::Cgroup { name: "conform0".into() };
-        let dir = Resource::Directory { path: self.subject.run_dir.join("sandboxes/conform0") };
+        let cgroup = Resource::Cgroup { name: "conformance00000".into() };
+        let dir = Resource::Directory { path: self.subject.run_dir.join("sandboxes/conformance00000") };
         self.ensure(&dir);
         let spec = |program: &str| SpawnSpec {
             program: program.into(),
             args: vec!["1000".into()],
             env: Vec::new(),
-            cgroup: "conform0".into(),
-            log: self.subject.run_dir.join("sandboxes/conform0/log"),
+            cgroup: "conformance00000".into(),
+            log: self.subject.run_dir.join("sandboxes/conformance00000/log"),
         };
         self.host.spawn(&spec("/bin/sleep")).expect_err("spawned into an absent cgroup");
         self.ensure(&cgroup);

@@ -10,7 +10,9 @@ pub mod fake_host;
 mod fake_process;
 pub mod faults;
 pub mod netns;
+mod report;
 mod skip;
 
 pub use fake_host::FakeHost;
+pub use report::report;
 pub use skip::skip;

@@ -196,6 +196,11 @@ impl VmmProcess {
         }
     }
 
+    /// Ends and reaps a process that was started and cannot be used: dropped, it would live on.
+    pub(crate) fn abandon(self) {
+        end_now(self.pid(), self.pidfd.get_ref());
+    }
+
     /// Sends a signal; a process that ended is success.
     ///
     /// # Errors
@@ -252,13 +257,20 @@ fn watch(child: process::Child) -> Result<VmmProcess, VmmError> {
         Ok(pidfd) => Ok(VmmProcess { identity: child.identity, pidfd, ended: None }),
         Err(e) => {
             let (pidfd, source) = e.into_parts();
-            let end = process::signal(pidfd.as_fd(), Signal::KILL)
-                .and_then(|()| process::wait(pidfd.as_fd(), Duration::from_secs(5)));
-            if let Err(e) = end {
-                tracing::error!(pid = child.identity.pid, error = %e, "a VMM that cannot be watched was not ended");
-            }
+            end_now(child.identity.pid, &pidfd);
             Err(VmmError::Descriptor { what: "pidfd", source })
         }
+    }
+}
+
+fn end_now(pid: u32, pidfd: &OwnedFd) {
+    let end = process::signal(pidfd.as_fd(), Signal::KILL)
+        .and_then(|()| process::wait(pidfd.as_fd(), Duration::from_secs(5)));
+    match end {
+        Ok(Some(_)) => {}
+        // It dies with this process.
+        Ok(None) => tracing::error!(pid, "a VMM that cannot be watched does not end"),
+        Err(e) => tracing::error!(pid, error = %e, "a VMM that cannot be watched was not ended"),
     }
 }
 

@@ -7,7 +7,7 @@
 //! directory (a tmpfs), so that they need no thread.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write as _};
+use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -23,7 +23,7 @@ const SILENCE: Duration = Duration::from_millis(100);
 /// A smaller cap would turn the log over with each line.
 const SMALLEST_CAP: u64 = 4096;
 /// Between two looks at a log that somebody else writes.
-const LOOK_AGAIN: Duration = Duration::from_secs(10);
+const LOOK_AGAIN: Duration = Duration::from_secs(2);
 
 /// A log file of bounded size; the part before it is kept under the same name with `.1` added.
 #[derive(Debug)]
@@ -126,24 +126,32 @@ where
 }
 
 /// Looks at a log that a VMM appends to, and turns it over when it is larger than the cap: a guest can make
-/// its VMM complain without end. Never returns.
-pub async fn keep_small(path: PathBuf, cap: u64) {
-    loop {
-        tokio::time::sleep(LOOK_AGAIN).await;
-        if let Err(e) = cut(&path, cap) {
+/// its VMM complain without end. Ends once `vmm_dead` is set, and leaves nothing under way then. The copy runs
+/// on a thread that may wait: this one serves the VM's connections.
+pub async fn keep_small(path: PathBuf, cap: u64, vmm_dead: CancellationToken) {
+    while vmm_dead.run_until_cancelled(tokio::time::sleep(LOOK_AGAIN)).await.is_some() {
+        let log = path.clone();
+        let done = tokio::task::spawn_blocking(move || cut(&log, cap)).await;
+        if let Err(e) = done.unwrap_or_else(|e| Err(io::Error::other(e))) {
             tracing::warn!(error = %e, file = %path.display(), "the log was not turned over");
         }
     }
 }
 
-/// The writer keeps the file, so it is copied and emptied; that it appends (`O_APPEND`) makes this sound.
-/// Lines written between the two calls are lost.
+/// The writer keeps the file, so its newest part is copied and it is emptied; that it appends (`O_APPEND`) makes
+/// this sound. Lines written between the two calls are lost, and so is what is older than the cap.
 fn cut(path: &Path, cap: u64) -> io::Result<()> {
-    if std::fs::metadata(path)?.len() <= cap.max(SMALLEST_CAP) {
+    let cap = cap.max(SMALLEST_CAP);
+    let mut log = OpenOptions::new().read(true).write(true).open(path)?;
+    let len = log.metadata()?.len();
+    if len <= cap {
         return Ok(());
     }
-    std::fs::copy(path, older_part(path))?;
-    OpenOptions::new().write(true).open(path)?.set_len(0)
+    log.seek(SeekFrom::Start(len - cap))?;
+    let older = older_part(path);
+    let mut copy = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(older)?;
+    io::copy(&mut (&log).take(cap), &mut copy)?;
+    log.set_len(0)
 }
 
 #[cfg(test)]
@@ -191,7 +199,27 @@ mod tests {
         writer.write_all(b"b").unwrap();
         cut(&path, 4096).unwrap();
         writer.write_all(b"c").unwrap();
-        assert_eq!(sizes(&path), (1, 4097));
+        assert_eq!(sizes(&path), (1, 4096));
+        assert!(std::fs::read(older_part(&path)).unwrap().ends_with(b"ab"), "the newest bytes are kept");
+        writer.write_all(&[b'd'; 100_000]).unwrap();
+        cut(&path, 4096).unwrap();
+        assert_eq!(sizes(&path), (0, 4096), "however large it grew");
+    }
+
+    #[tokio::test]
+    async fn a_large_log_is_cut_soon_and_the_keeper_ends_with_the_vmm() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vmm.log");
+        std::fs::write(&path, [b'a'; 10_000]).unwrap();
+        let dead = CancellationToken::new();
+        let keeper = keep_small(path.clone(), 4096, dead.clone());
+        let seen = async {
+            while sizes(&path) != (0, 4096) {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            dead.cancel();
+        };
+        timeout(Duration::from_secs(10), async { tokio::join!(keeper, seen) }).await.unwrap();
     }
 
     #[tokio::test]

@@ -203,18 +203,22 @@ impl Live {
             pumps.spawn(pump(source, log, vmm_dead.clone()));
         }
         let mut log_keeper = JoinSet::new();
-        log_keeper.spawn(keep_small(spec.run_dir.join(VMM_LOG), spec.console_cap_bytes));
+        let log = spec.run_dir.join(VMM_LOG);
+        log_keeper.spawn(keep_small(log, spec.console_cap_bytes, vmm_dead.clone()));
         Ok(Self { process, vmm, pumps, log_keeper, vmm_dead, notes: Vec::new() })
     }
 
     /// After the reap: drains the console and removes the VMM's files.
     async fn clear(mut self) -> Vec<String> {
-        self.log_keeper.shutdown().await;
         self.vmm_dead.cancel();
-        let drained = async { while self.pumps.join_next().await.is_some() {} };
+        let drained = async {
+            while self.pumps.join_next().await.is_some() {}
+            while self.log_keeper.join_next().await.is_some() {}
+        };
         if tokio::time::timeout(DRAIN_LIMIT, drained).await.is_err() {
             tracing::warn!(after = ?DRAIN_LIMIT, "the console of a dead VMM did not drain");
             self.pumps.shutdown().await;
+            self.log_keeper.shutdown().await;
         }
         for path in self.vmm.leftovers() {
             if let Err(e) = remove_if_there(&path) {

@@ -17,8 +17,13 @@ pub(crate) fn launch(spec: &ShimSpec) -> Result<Launched, VmmError> {
     std::fs::write(&console, "a plain process, no machine: it has no console\n")
         .map_err(|e| VmmError::file("write", &console, e))?;
     let process = start(spec, vec!["--agent-fd".into(), "3".into()], vec![theirs])?;
-    let pidfd = open(process.identity())
-        .map_err(|e| VmmError::Descriptor { what: "pidfd", source: io::Error::other(e) })?;
+    let pidfd = match open(process.identity()) {
+        Ok(pidfd) => pidfd,
+        Err(e) => {
+            process.abandon();
+            return Err(VmmError::Descriptor { what: "pidfd", source: io::Error::other(e) });
+        }
+    };
     let stream = spec.agent.then_some(ours);
     Ok(Launched { process, vmm: Box::new(Plain { stream, pidfd }), console: None })
 }

@@ -93,7 +93,12 @@ async fn it_boots_prints_and_stops_on_demand() {
     let running = Running::new(spec);
     let start = Instant::now();
     let pid = running.handle.boot().await.unwrap();
-    println!("MEASURED: firecracker spawn to ready {:?}", start.elapsed());
+    let program = firecracker().unwrap_or_default();
+    hearth_testkit::report(&format!(
+        "Firecracker ({}) ran a guest of a few bytes on this KVM, ready after {:?}; that is no Linux guest",
+        program.display(),
+        start.elapsed()
+    ));
     let vmm = identity(pid);
     until("the greeting", || place.console() == HELLO).await;
     assert_eq!(running.handle.boot().await.unwrap(), pid, "booting again is the same boot");

@@ -1,11 +1,11 @@
-//! A real Linux guest on QEMU: boot, a command, pause, the ways to end. Needs `qemu-system-x86_64` in PATH, and
-//! what the environment names: `$HEARTH_TEST_KERNEL` (ELF), `$HEARTH_TEST_INITRAMFS` (with hearth-guest as
-//! init), `$HEARTH_TEST_ROOTFS` (ext4 with a shell); `mke2fs` makes the writable disk.
+//! A real Linux guest on QEMU: boot, a command, pause, the ways to end. Needs `qemu-system-x86_64`, and in the
+//! state directory `$HEARTH_TEST_STATE` the kernel `default`, an initramfs of it (made with a first sandbox) and
+//! the template `busybox`; `mke2fs` makes the writable disk.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod common;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -17,27 +17,49 @@ use hearth_core::spec::VmmKind;
 use hearth_vmm::agent::{AgentClient, ExecEvent};
 use hearth_vmm::machine::Phase;
 
+/// Kernel, initramfs and root disk of the prepared state, or what is missing.
+fn boot_files() -> Result<[PathBuf; 3], String> {
+    let state = std::env::var_os("HEARTH_TEST_STATE").filter(|s| !s.is_empty());
+    let state = PathBuf::from(state.ok_or("HEARTH_TEST_STATE is not set: run scripts/test")?);
+    let kernel = state.join("kernels/default");
+    let initramfs = newest_initramfs(&kernel)
+        .ok_or_else(|| format!("no initramfs in {}: no sandbox ran there yet", kernel.display()))?;
+    let files = [kernel.join("vmlinux"), initramfs, state.join("templates/busybox/rootfs.ext4")];
+    match files.iter().find(|f| std::fs::File::open(f).is_err()) {
+        Some(missing) => Err(format!("{} cannot be read", missing.display())),
+        None => Ok(files),
+    }
+}
+
+fn newest_initramfs(kernel: &Path) -> Option<PathBuf> {
+    let ours = |name: &str| name.starts_with("initramfs-") && name.ends_with(".cpio");
+    let entries = std::fs::read_dir(kernel).ok()?.filter_map(Result::ok);
+    let found = entries.filter(|e| e.file_name().to_str().is_some_and(ours));
+    found.max_by_key(|e| e.metadata().and_then(|m| m.modified()).ok()).map(|e| e.path())
+}
+
 fn place() -> Option<(Place, ShimSpec)> {
-    let named = |variable: &str| {
-        let path = std::env::var_os(variable).map(PathBuf::from).filter(|p| p.is_file());
-        if path.is_none() {
-            skipped(&format!("{variable} names no file"));
-        }
-        path
-    };
     let Some(program) = common::program("HEARTH_QEMU", "qemu-system-x86_64") else {
         skipped("no qemu-system-x86_64 in PATH");
         return None;
     };
-    let (kernel, initramfs) = (named("HEARTH_TEST_KERNEL")?, named("HEARTH_TEST_INITRAMFS")?);
-    let rootfs = named("HEARTH_TEST_ROOTFS")?;
+    let [kernel, initramfs, rootfs] = match boot_files() {
+        Ok(files) => files,
+        Err(why) => {
+            skipped(&why);
+            return None;
+        }
+    };
     let place = Place::new();
     let overlay = place.dir.path().join("overlay.ext4");
     std::fs::File::create(&overlay).unwrap().set_len(64 << 20).unwrap();
     let made = Command::new("/sbin/mke2fs").args(["-q", "-t", "ext4"]).arg(&overlay).status();
-    if !made.is_ok_and(|s| s.success()) {
-        skipped("mke2fs");
-        return None;
+    match made {
+        Ok(status) => assert!(status.success(), "mke2fs: {status}"),
+        Err(e) => {
+            skipped(&format!("/sbin/mke2fs: {e}"));
+            return None;
+        }
     }
     let spec = ShimSpec {
         kernel,

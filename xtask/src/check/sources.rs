@@ -1,5 +1,7 @@
 //! Checks of each Rust file by itself.
 
+use std::path::Path;
+
 use super::tree::{File, Tree};
 use super::{Finding, Outcome, strip};
 
@@ -7,6 +9,9 @@ use super::{Finding, Outcome, strip};
 const MAX_LINES: usize = 800;
 /// More lines than this are worth a thought.
 const MANY_LINES: usize = 400;
+/// The word that begins a line about a test that did not run, and the one file that may write it.
+const SKIP_WORD: &str = "SKIPPED";
+const SKIP_FILE: &str = "crates/testkit/src/skip.rs";
 /// Crates whose business is the kernel.
 const KERNEL_CRATES: [&str; 2] = ["host", "guest"];
 
@@ -30,6 +35,24 @@ pub(crate) fn lengths(tree: &Tree) -> Outcome {
         }
     }
     outcome
+}
+
+/// A test that only prints its skip would count as passed: `hearth_testkit::skip` alone writes the word. The
+/// checks' own code is exempt, which looks for it.
+pub(crate) fn raw_skips(tree: &Tree) -> Outcome {
+    let looked_at = |f: &&File| f.path != Path::new(SKIP_FILE) && f.member() != "xtask";
+    Outcome::of(tree.rust.iter().filter(looked_at).flat_map(skip_literals).collect())
+}
+
+fn skip_literals(file: &File) -> Vec<Finding> {
+    let with = strip::blank(&file.text, strip::Strings::Keep);
+    let without = strip::blank(&file.text, strip::Strings::Blank);
+    let count = |line: &str| line.matches(SKIP_WORD).count();
+    let lines = with.lines().zip(without.lines()).enumerate();
+    lines
+        .filter(|(_, (with, without))| count(with) > count(without))
+        .map(|(at, _)| Finding::new(&file.path, at + 1, "call hearth_testkit::skip, which is counted"))
+        .collect()
 }
 
 /// `unsafe`, and leave to use it, only in the crates that reach a kernel. Tests count too.
@@ -92,6 +115,20 @@ mod tests {
                 ("crates/vmm/src/a.rs".into(), 2),
                 ("xtask/src/a.rs".into(), 4)
             ]
+        );
+    }
+    #[test]
+    fn skips_that_are_only_printed_are_found() {
+        let fault = "//! SKIPPED\nfn f() {\n    // SKIPPED\n    println!(\"SKIPPED: {x}\");\n}\n";
+        let (_dir, tree) = tree(&[
+            ("crates/testkit/src/skip.rs", fault),
+            ("crates/node/tests/a.rs", fault),
+            ("crates/core/src/a.rs", "//! x\nconst SKIPPED: u8 = 1;\nconst B: &str = r#\"SKIPPED\"#;\n"),
+            ("xtask/src/a.rs", fault),
+        ]);
+        assert_eq!(
+            places(&raw_skips(&tree).findings),
+            [("crates/core/src/a.rs".into(), 3), ("crates/node/tests/a.rs".into(), 4)]
         );
     }
 }

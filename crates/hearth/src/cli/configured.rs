@@ -4,7 +4,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueEnum};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::Layer as _;
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 use super::Context;
 use super::error::CliError;
@@ -149,13 +152,19 @@ pub(super) fn serve(args: &ServeArgs, context: &Context) -> Result<ExitCode, Cli
 pub(super) fn log_to_stderr(format: LogFormat, filter: &str) -> Result<(), CliError> {
     use std::io::IsTerminal;
     let wanted = std::env::var("HEARTH_LOG").ok().filter(|v| !v.is_empty());
-    let filter = EnvFilter::try_new(wanted.as_deref().unwrap_or(filter)).map_err(|e| {
-        CliError::usage("HEARTH_LOG", e.to_string()).todo("write such as info or hearth_node=debug,info")
+    let filter: Targets = wanted.as_deref().unwrap_or(filter).parse().map_err(|e| {
+        CliError::usage("HEARTH_LOG", format!("{e}")).todo("write such as info or hearth_node=debug,info")
     })?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     let begun = match format {
-        LogFormat::Json => builder.json().flatten_event(true).try_init(),
-        LogFormat::Human => builder.with_ansi(std::io::stderr().is_terminal()).try_init(),
+        LogFormat::Json => {
+            let layer = layer.json().flatten_event(true).with_filter(filter);
+            tracing_subscriber::registry().with(layer).try_init()
+        }
+        LogFormat::Human => {
+            let layer = layer.with_ansi(std::io::stderr().is_terminal()).with_filter(filter);
+            tracing_subscriber::registry().with(layer).try_init()
+        }
     };
     begun.map_err(|e| CliError::failed("cannot start logging", e.to_string()))
 }

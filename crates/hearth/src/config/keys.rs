@@ -94,7 +94,7 @@ pub(crate) static KEYS: &[Key] = &[
 ];
 
 impl Default for Config {
-    /// The values of DESIGN §9.
+    /// The documented defaults.
     fn default() -> Self {
         Self {
             instance: "default".parse().expect("the default instance is a name"),

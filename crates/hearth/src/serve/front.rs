@@ -3,6 +3,7 @@
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -18,6 +19,9 @@ use serde::Serialize;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+use tower::ServiceExt as _;
+
+use hearth_node::ReclaimProgress;
 
 use super::status::Report;
 
@@ -26,7 +30,7 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long open connections get to end when the daemon does.
 const GOODBYE: Duration = Duration::from_secs(3);
 /// Connections at once; further ones wait in the kernel's backlog.
-const MAX_CONNECTIONS: usize = 4096;
+const MAX_CONNECTIONS: usize = 2048;
 
 /// What `/health` says.
 #[derive(Debug, Serialize)]
@@ -34,15 +38,26 @@ struct Health {
     status: &'static str,
     reason: String,
     version: &'static str,
+    /// Milliseconds since the Unix epoch.
     since: u64,
+    reclaim: Reclaim,
     sandboxes: usize,
+}
+
+/// How far the release of leftovers is.
+#[derive(Debug, Serialize)]
+struct Reclaim {
+    state: &'static str,
+    total: u64,
+    done: u64,
+    failed: u64,
 }
 
 /// What the front needs to answer health questions.
 pub(crate) struct HealthSource {
     pub(crate) report: watch::Receiver<Report>,
-    /// Number of sandboxes; must not wait.
-    pub(crate) sandboxes: Arc<dyn Fn() -> usize + Send + Sync>,
+    /// Number of sandboxes and the progress of reclaim; must not wait.
+    pub(crate) engine: Arc<dyn Fn() -> (usize, ReclaimProgress) + Send + Sync>,
 }
 
 /// The running front.
@@ -99,12 +114,19 @@ async fn not_found(headers: HeaderMap) -> Response {
 async fn health(source: Arc<HealthSource>) -> Response {
     let report = source.report.borrow().clone();
     let code = if report.status.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    let (sandboxes, reclaim) = (source.engine)();
     let body = Health {
         status: report.status.as_str(),
         reason: report.reason,
         version: env!("CARGO_PKG_VERSION"),
         since: report.since_ms,
-        sandboxes: (source.sandboxes)(),
+        reclaim: Reclaim {
+            state: reclaim.state.as_str(),
+            total: reclaim.total,
+            done: reclaim.done,
+            failed: reclaim.failed,
+        },
+        sandboxes,
     };
     (code, axum::Json(body)).into_response()
 }
@@ -179,10 +201,28 @@ async fn connection(stream: tokio::net::TcpStream, peer: SocketAddr, app: Router
     let mut builder = auto::Builder::new(TokioExecutor::new());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
     builder.http2().timer(TokioTimer::new()).keep_alive_interval(Duration::from_secs(30));
+    let asked = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&asked);
+    let app = tower::service_fn(move |request| {
+        seen.store(true, Ordering::Relaxed);
+        app.clone().oneshot(request)
+    });
     let connection = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(app));
     tokio::pin!(connection);
+    // hyper's own limit begins once it knows which HTTP is spoken; a client that says nothing must not hold
+    // one of a bounded number of connections.
+    let first_request = async {
+        tokio::time::sleep(HEADER_TIMEOUT).await;
+        if asked.load(Ordering::Relaxed) {
+            std::future::pending::<()>().await;
+        }
+    };
     let ended = tokio::select! {
         ended = &mut connection => ended,
+        () = first_request => {
+            tracing::debug!(%peer, "no request came in time");
+            return;
+        }
         () = stop.cancelled() => {
             connection.as_mut().graceful_shutdown();
             connection.await

@@ -23,8 +23,8 @@ use hearth_api::v1::template_service_server::TemplateServiceServer;
 use hearth_core::host::Host;
 use hearth_host::facts;
 use hearth_host::kernel_host::{HostConfig, KernelHost};
-use hearth_host::lock::InstanceLock;
-use hearth_node::{Engine, EngineConfig, EngineError, Phase};
+use hearth_host::lock::{InstanceClaim, InstanceLock};
+use hearth_node::{Engine, EngineConfig, EngineError, Phase, Reclaim, ReclaimMode};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::task::TaskTracker;
 use tonic_health::pb::health_server::{Health, HealthServer};
@@ -49,6 +49,8 @@ pub(crate) struct Node<H> {
     pub(crate) engine: Arc<Engine<H>>,
     pub(crate) status: StatusCell,
     pub(crate) started_at_ms: u64,
+    /// Whether clients must send a token.
+    pub(crate) has_token: bool,
     /// The engine's runtime.
     runtime: tokio::runtime::Handle,
     tasks: TaskTracker,
@@ -77,16 +79,19 @@ impl<H: Host> Node<H> {
 /// # Errors
 /// If the instance is taken, the port cannot be bound or the configuration does not fit the host.
 pub(crate) fn run(config: &Config) -> anyhow::Result<ExitCode> {
+    let defaults = Config::default();
+    if config.reconcile != defaults.reconcile
+        || config.reclaim.grace_seconds != defaults.reclaim.grace_seconds
+    {
+        tracing::warn!("reconcile.* and reclaim.grace_seconds have no effect in this version");
+    }
     let lock = InstanceLock::acquire(&config.instance_run_dir())?;
     let daemon = Daemon::start(config)?;
     tracing::info!(listen = %daemon.address, instance = %config.instance, pid = std::process::id(), "listening");
     let mut phase = daemon.node.engine.phase();
     let ended = daemon.runtime.block_on(async {
-        let mut term = signal(SignalKind::terminate())?;
-        let mut int = signal(SignalKind::interrupt())?;
         anyhow::Ok(tokio::select! {
-            _ = term.recv() => Ok("SIGTERM"),
-            _ = int.recv() => Ok("SIGINT"),
+            signal = next_signal() => Ok(signal?),
             failed = phase.wait_for(|p| matches!(p, Phase::Failed(_))) => Err(match failed.as_deref() {
                 Ok(Phase::Failed(why)) => why.clone(),
                 _ => "the engine is gone".to_owned(),
@@ -107,6 +112,16 @@ pub(crate) fn run(config: &Config) -> anyhow::Result<ExitCode> {
     }
 }
 
+/// The next signal that asks for the end.
+async fn next_signal() -> std::io::Result<&'static str> {
+    let mut term = signal(SignalKind::terminate())?;
+    let mut int = signal(SignalKind::interrupt())?;
+    Ok(tokio::select! {
+        _ = term.recv() => "SIGTERM",
+        _ = int.recv() => "SIGINT",
+    })
+}
+
 /// A running daemon, without the lock.
 struct Daemon {
     address: SocketAddr,
@@ -114,6 +129,8 @@ struct Daemon {
     node: Arc<Node<KernelHost>>,
     front: Front,
     host: Arc<KernelHost>,
+    /// Held to the end: nobody else acts under this instance's name.
+    _claim: InstanceClaim,
 }
 
 impl Daemon {
@@ -130,11 +147,16 @@ impl Daemon {
             state_dir: config.instance_state_dir(),
             run_dir: config.instance_run_dir(),
         })?);
+        let claim = InstanceClaim::acquire(host.cgroups().root())?;
+        if let Err(e) = hearth_host::process::raise_nofile_limit() {
+            tracing::warn!("the limit of open files stays low: {e}");
+        }
         let engine = Engine::new(Arc::clone(&host), engine_config(config)?);
         let node = Arc::new(Node {
             engine,
             status: StatusCell::new(),
             started_at_ms: now_ms(),
+            has_token: config.token.is_some(),
             runtime: runtime.handle().clone(),
             tasks: TaskTracker::new(),
         });
@@ -142,7 +164,24 @@ impl Daemon {
         let starting = Arc::clone(&node);
         let layout = config.slot_layout();
         node.spawn(async move { start_engine(&starting, layout).await });
-        Ok(Self { address, runtime, node, front, host })
+        Ok(Self { address, runtime, node, front, host, _claim: claim })
+    }
+
+    /// What happens to running sandboxes, as configured; tells what is left of what had to go.
+    async fn settle(&self, config: &Config) -> Vec<String> {
+        let engine = &self.node.engine;
+        match config.shutdown.mode {
+            ShutdownMode::Detach => vec![],
+            ShutdownMode::Kill => engine.delete_all().await,
+            ShutdownMode::Drain => {
+                let bound = Duration::from_secs(config.shutdown.drain_seconds);
+                tracing::info!(seconds = bound.as_secs(), "draining: waiting for sandboxes to end");
+                if !engine.drained(bound).await {
+                    tracing::warn!("not drained in time; the others go on without a daemon");
+                }
+                vec![]
+            }
+        }
     }
 
     /// Ends as configured and tells what is left, if anything.
@@ -151,18 +190,11 @@ impl Daemon {
         node.status.set(Status::Draining, format!("{why}: shutting down"));
         node.engine.close("it is shutting down");
         let left = self.runtime.block_on(async {
-            let mut left = match config.shutdown.mode {
-                ShutdownMode::Detach => vec![],
-                ShutdownMode::Kill => node.engine.delete_all().await,
-                ShutdownMode::Drain => {
-                    let bound = Duration::from_secs(config.shutdown.drain_seconds);
-                    tracing::info!(seconds = bound.as_secs(), "draining: waiting for sandboxes to end");
-                    if !node.engine.drained(bound).await {
-                        tracing::warn!("not drained in time; the others go on without a daemon");
-                    }
-                    vec![]
-                }
-            };
+            let mut left = vec![];
+            tokio::select! {
+                gone = self.settle(config) => left.extend(gone),
+                Ok(signal) = next_signal() => left.push(format!("what was waited for: a second {signal} came")),
+            }
             left.extend(node.engine.detach().await);
             left
         });
@@ -179,19 +211,10 @@ impl Daemon {
 }
 
 async fn start_engine(node: &Node<KernelHost>, layout: hearth_core::network::SlotLayout) {
-    let cidr = layout.cidr;
-    let overlapping =
-        tokio::task::spawn_blocking(move || hearth_host::net::routes::overlapping(&layout)).await;
-    match overlapping.map(|r| r.map_err(|e| hearth_node::chain(&e))) {
-        Ok(Ok(routes)) if routes.is_empty() => {}
-        Ok(Ok(routes)) => {
-            node.engine.fail(format!(
-                "network.cidr {cidr} overlaps routes of this host: {}; choose another with --cidr",
-                routes.join(", ")
-            ));
-        }
-        Ok(Err(why)) => tracing::warn!("cannot read the host's routes: {why}"),
-        Err(e) => tracing::warn!("cannot read the host's routes: {e}"),
+    match tokio::task::spawn_blocking(move || collision(&layout)).await {
+        Ok(None) => {}
+        Ok(Some(why)) => node.engine.fail(why),
+        Err(e) => tracing::warn!("cannot look for collisions on this host: {e}"),
     }
     let mut phase = node.engine.phase();
     let follow = async {
@@ -213,6 +236,28 @@ async fn start_engine(node: &Node<KernelHost>, layout: hearth_core::network::Slo
         }
     };
     futures::join!(start, follow);
+}
+
+/// What on this host stands in the way of the configured names and addresses. What cannot be looked at is
+/// told and does not count: the census and `ensure` look again, one thing at a time.
+fn collision(layout: &hearth_core::network::SlotLayout) -> Option<String> {
+    match hearth_host::net::host_firewall::prefix_conflict(layout) {
+        Ok(None) => {}
+        Ok(Some(who)) => return Some(format!("network.veth_prefix {}: {who}", layout.veth_prefix)),
+        Err(e) => tracing::warn!("cannot look for other instances' links: {}", hearth_node::chain(&e)),
+    }
+    match hearth_host::net::routes::overlapping(layout) {
+        Ok(routes) if routes.is_empty() => None,
+        Ok(routes) => Some(format!(
+            "network.cidr {} overlaps routes of this host: {}; choose another with --cidr",
+            layout.cidr,
+            routes.join(", ")
+        )),
+        Err(e) => {
+            tracing::warn!("cannot read the host's routes: {}", hearth_node::chain(&e));
+            None
+        }
+    }
 }
 
 async fn app(node: Arc<Node<KernelHost>>, token: Option<String>) -> axum::Router {
@@ -243,7 +288,7 @@ async fn app(node: Arc<Node<KernelHost>>, token: Option<String>) -> axum::Router
     let sandboxes = Arc::clone(&node);
     let source = HealthSource {
         report: node.status.subscribe(),
-        sandboxes: Arc::new(move || sandboxes.engine.sandbox_count()),
+        engine: Arc::new(move || (sandboxes.engine.sandbox_count(), sandboxes.engine.reclaim())),
     };
     front::router(routes.into_axum_router(), source, token)
 }
@@ -296,6 +341,17 @@ fn engine_config(config: &Config) -> anyhow::Result<EngineConfig> {
         guest_program: vmms::guest_program(config),
         vmms: vmms::find(config),
         failpoints: config.failpoints.clone(),
+        reclaim: Reclaim {
+            mode: match config.reclaim.mode {
+                crate::config::ReclaimMode::Background => ReclaimMode::Background,
+                crate::config::ReclaimMode::Blocking => ReclaimMode::Blocking,
+                crate::config::ReclaimMode::Off => ReclaimMode::Off,
+            },
+            parallelism: usize::try_from(config.reclaim.parallelism)?,
+            budget: (config.reclaim.budget_seconds > 0)
+                .then(|| Duration::from_secs(config.reclaim.budget_seconds)),
+            budget_count: (config.reclaim.budget_count > 0).then_some(config.reclaim.budget_count),
+        },
         release_deadline: RELEASE_DEADLINE,
         boot_deadline: BOOT_DEADLINE,
         console_cap_bytes: CONSOLE_CAP_BYTES,

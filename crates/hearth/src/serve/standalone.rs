@@ -6,10 +6,10 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use hearth_host::lock::InstanceLock;
+use hearth_host::lock::{InstanceLock, LockError};
 
 use super::Daemon;
-use crate::config::{Config, ShutdownMode};
+use crate::config::{Config, ReclaimMode, ShutdownMode};
 
 /// How many may run at once on one host.
 const MAX: u32 = 8;
@@ -31,20 +31,29 @@ impl Standalone {
     /// # Errors
     /// If all places are taken, or the daemon cannot start.
     pub(crate) fn start(base: &Config) -> anyhow::Result<Self> {
-        let mut busy = String::new();
         for i in 0..MAX {
             let config = private(base, i)?;
-            match InstanceLock::acquire(&config.instance_run_dir()) {
-                Ok(lock) => {
-                    let daemon = Daemon::start(&config)?;
+            let lock = match InstanceLock::acquire(&config.instance_run_dir()) {
+                Ok(lock) => lock,
+                Err(LockError::Held { .. }) => continue,
+                Err(e) => return Err(e).context("a private daemon needs root"),
+            };
+            match Daemon::start(&config) {
+                Ok(daemon) => {
                     let standalone = Self { address: daemon.address, config, daemon, lock };
                     return standalone.ready();
                 }
-                Err(e) => busy = e.to_string(),
+                Err(e) => {
+                    lock.remove().context("instance lock")?;
+                    // Another daemon of this name, with other directories.
+                    if !matches!(e.downcast_ref(), Some(LockError::Held { .. })) {
+                        return Err(e);
+                    }
+                }
             }
         }
         bail!(
-            "no private daemon can start, all {MAX} places are taken: {busy}; start one with `hearth serve`"
+            "all {MAX} places for private daemons on this host are taken; start one daemon with `hearth serve`"
         )
     }
 
@@ -100,5 +109,8 @@ fn private(base: &Config, i: u32) -> anyhow::Result<Config> {
     config.network.cidr = format!("10.11.255.{}/28", i * 16).parse()?;
     config.network.slot_pool = 1;
     config.shutdown.mode = ShutdownMode::Kill;
+    // What an earlier one of this place left is gone before this one begins.
+    config.reclaim.mode = ReclaimMode::Blocking;
+    config.reclaim.budget_seconds = 30;
     Ok(config)
 }

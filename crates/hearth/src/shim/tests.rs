@@ -25,13 +25,18 @@ use super::{read_spec, serve};
 
 type Client = ShimServiceClient<Channel>;
 
+/// The harness runs each test on a thread of the test's name.
+fn this_test() -> String {
+    std::thread::current().name().unwrap_or("shim").to_owned()
+}
+
 fn guest() -> Option<PathBuf> {
     let named = std::env::var_os("HEARTH_GUEST").map(PathBuf::from);
     let own = std::env::current_exe().ok()?;
     let beside = own.ancestors().skip(1).take(2).map(|d| d.join("hearth-guest"));
     let found = named.into_iter().chain(beside).find(|p| p.is_file());
     if found.is_none() {
-        hearth_testkit::skip("shim", "no hearth-guest beside this test: build it, or set HEARTH_GUEST");
+        hearth_testkit::skip(&this_test(), "no hearth-guest beside this test: build it, or set HEARTH_GUEST");
     }
     found
 }
@@ -250,7 +255,7 @@ fn much_output_and_a_slow_reader_cost_no_memory() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         return runtime.block_on(much_output());
     }
-    let name = std::thread::current().name().unwrap().to_owned();
+    let name = this_test();
     let status = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", &name, "--nocapture"])
         .env(ALONE, "1")

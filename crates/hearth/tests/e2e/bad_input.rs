@@ -64,8 +64,11 @@ fn firecracker_without_kvm_is_refused_with_the_reason() {
         hearth_testkit::skip("firecracker_without_kvm_is_refused_with_the_reason", "KVM works here");
         return;
     }
-    let node = Node::start(&Wish { slot_pool: 0, ..Wish::default() });
-    refused(&node, &["create", "busybox", "--vmm", "firecracker"], 1, &["firecracker"]);
+    // A program that is there, so that what is refused is the missing KVM.
+    let env = &[("HEARTH_FIRECRACKER", "/bin/true")];
+    let node = Node::start(&Wish { slot_pool: 0, env, ..Wish::default() });
+    let why = if std::path::Path::new("/dev/kvm").exists() { "vmx" } else { "/dev/kvm" };
+    refused(&node, &["create", "busybox", "--vmm", "firecracker"], 1, &["firecracker", why]);
     node.end_clean();
 }
 
@@ -103,6 +106,17 @@ fn bad_templates_and_kernels_are_refused() {
     refused(&node, &["template", "create", "t", "--tar", &path("dots.tar")], 2, &["escape"]);
     tar("absolute.tar", &["-C", tree_arg, "-P", "--transform", "s,^bin/sh$,/etc/escape,", "bin/sh"]);
     refused(&node, &["template", "create", "t", "--tar", &path("absolute.tar")], 2, &["escape"]);
+
+    // A hard link to a file of the host, and a file written through a link that leads out of the tree.
+    std::os::unix::fs::symlink("/etc", tree.join("out")).unwrap();
+    fs::hard_link(tree.join("bin/sh"), tree.join("bin/ash")).unwrap();
+    tar(
+        "link.tar",
+        &["-C", tree_arg, "-P", "--transform", "flags=h;s,^bin/ash$,/etc/passwd,", "bin/ash", "bin/sh"],
+    );
+    refused(&node, &["template", "create", "t", "--tar", &path("link.tar")], 2, &["/etc/passwd"]);
+    tar("through.tar", &["-C", tree_arg, "--transform", "flags=r;s,^bin/sh$,out/escape,", "out", "bin/sh"]);
+    refused(&node, &["template", "create", "t", "--tar", &path("through.tar")], 2, &["out"]);
 
     assert_eq!(node.ok(&["template", "ls", "--json"]).trim(), "[]");
     node.ok(&["template", "create", "t", "--tar", &path("good.tar")]);

@@ -80,6 +80,6 @@ fn a_flat_guest_lives_and_dies_on_firecracker() {
         let now = node.inventory();
         assert_eq!(before.get_or_insert_with(|| now.clone()), &now);
     }
-    println!("a real firecracker ran {NAME}");
+    hearth_testkit::report(&format!("a real Firecracker ran {NAME}"));
     node.end_clean();
 }

@@ -47,6 +47,11 @@ fn sixty_four_mib_pass_through_a_guest_unchanged() {
     }
     let node = Node::start(&Wish::default());
     node.ok(&["create", "busybox", "--name", "g"]);
+    let agent = || -> u64 {
+        let peak = node.ok(&["exec", "g", "--", "grep", "VmHWM", "/proc/1/status"]);
+        peak.split_whitespace().nth(1).unwrap().parse().unwrap()
+    };
+    let before = agent();
     let mut child = node
         .command(&["exec", "-i", "g", "--", "cat"])
         .stdin(Stdio::piped())
@@ -77,6 +82,8 @@ fn sixty_four_mib_pass_through_a_guest_unchanged() {
     assert!(child.wait().unwrap().success());
     assert_eq!(total, 64 << 20);
     assert_eq!(hash.finalize(), writer.join().unwrap());
+    let after = agent();
+    assert!(after - before < 16 * 1024, "the agent grew from {before} to {after} KiB");
     node.end_clean();
 }
 

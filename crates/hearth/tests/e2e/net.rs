@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use hearth_testkit::netns::Throwaway;
 
-use crate::node::{Node, Wish, cannot, in_path, text};
+use crate::node::{Node, Wish, busybox, cannot, text};
 
 const INTERNET: &str = "203.0.113.2";
 const PRIVATE: &str = "192.168.77.1";
@@ -15,8 +15,8 @@ const PUBLIC_OF_HOST: &str = "203.0.113.1";
 const HELLO: &str = "hello from outside\n";
 
 /// A shell command that asks a web server for a page. (Debian's static busybox has a wget that crashes.)
-fn request(address: &str) -> String {
-    format!("printf 'GET /hello HTTP/1.0\\r\\n\\r\\n' | busybox nc -w 3 {address} 8080")
+fn request(busybox: &str, address: &str) -> String {
+    format!("printf 'GET /hello HTTP/1.0\\r\\n\\r\\n' | {busybox} nc -w 3 {address} 8080")
 }
 
 fn body(answer: &std::process::Output) -> Option<String> {
@@ -25,7 +25,8 @@ fn body(answer: &std::process::Output) -> Option<String> {
 }
 
 fn fetch_from(netns: &Throwaway, address: &str) -> Option<String> {
-    body(&netns.command("sh").args(["-c", &request(address)]).output().unwrap())
+    let busybox = busybox().unwrap();
+    body(&netns.command("sh").args(["-c", &request(busybox.to_str().unwrap(), address)]).output().unwrap())
 }
 
 struct World {
@@ -72,7 +73,7 @@ impl World {
         for (netns, address) in [(&internet, INTERNET), (&node.netns, PRIVATE), (&node.netns, PUBLIC_OF_HOST)]
         {
             let server = netns
-                .command("busybox")
+                .command(busybox().unwrap())
                 .args(["httpd", "-f", "-p", &format!("{address}:8080"), "-h"])
                 .arg(&www)
                 .stdin(Stdio::null())
@@ -94,7 +95,7 @@ impl World {
     }
 
     fn fetch(&self, sandbox: &str, address: &str) -> Option<String> {
-        body(&self.node.cli(&["exec", sandbox, "--", "sh", "-c", &request(address)]))
+        body(&self.node.cli(&["exec", sandbox, "--", "sh", "-c", &request("busybox", address)]))
     }
 
     fn end(self) {
@@ -122,8 +123,8 @@ fn cannot_here(test: &str) -> bool {
     if cannot(test, true) {
         return true;
     }
-    if !in_path("busybox") {
-        hearth_testkit::skip(test, "busybox is not in PATH");
+    if busybox().is_none() {
+        hearth_testkit::skip(test, "no busybox in HEARTH_TEST_BUSYBOX or PATH");
         return true;
     }
     false

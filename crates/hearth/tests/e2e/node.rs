@@ -9,6 +9,16 @@ use std::time::{Duration, Instant};
 use hearth_testkit::clean_slate::{Inventory, Scope};
 use hearth_testkit::netns::Throwaway;
 
+/// Variables that concern tests only; the product would remark on them.
+const OF_TESTS: [&str; 6] = [
+    "HEARTH_BIN",
+    "HEARTH_TEST_STATE",
+    "HEARTH_TEST_BUSYBOX",
+    "HEARTH_SKIP_LOG",
+    "HEARTH_SKIP_DIR",
+    "HEARTH_REPORT",
+];
+
 /// What a test wants of its host.
 pub struct Wish {
     /// Lines of the configuration's `[test]` table.
@@ -17,13 +27,15 @@ pub struct Wish {
     pub slot_pool: u32,
     /// Length of the CIDR's prefix.
     pub prefix_len: u8,
+    /// Environment of the daemon.
+    pub env: &'static [(&'static str, &'static str)],
     /// Uses an empty state directory instead of the prepared one.
     pub own_state: bool,
 }
 
 impl Default for Wish {
     fn default() -> Self {
-        Self { test: "", slot_pool: 1, prefix_len: 24, own_state: false }
+        Self { test: "", slot_pool: 1, prefix_len: 24, env: &[], own_state: false }
     }
 }
 
@@ -38,6 +50,7 @@ pub struct Node {
     before: Inventory,
     scope: Scope,
     own_state: bool,
+    env: &'static [(&'static str, &'static str)],
 }
 
 /// Why a test of this group cannot run here, if so. Says it as well.
@@ -115,6 +128,7 @@ impl Node {
             before,
             scope,
             own_state: wish.own_state,
+            env: wish.env,
         };
         node.host("ip", &["link", "set", "lo", "up"]);
         node
@@ -131,6 +145,7 @@ impl Node {
             .program()
             .args(["serve", "--config"])
             .arg(&self.config)
+            .envs(self.env.iter().copied())
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log)
@@ -187,7 +202,7 @@ impl Node {
     /// The product on this host, without the variables that only concern its tests.
     fn program(&self) -> Command {
         let mut command = self.netns.command(hearth());
-        for variable in ["HEARTH_BIN", "HEARTH_TEST_STATE", "HEARTH_SKIP_LOG", "HEARTH_SKIP_DIR"] {
+        for variable in OF_TESTS {
             command.env_remove(variable);
         }
         command
@@ -244,7 +259,10 @@ impl Node {
         let mut lines: Vec<String> = seen.lines().map(str::to_owned).collect();
         lines.push(self.host("ip", &["-o", "link"]));
         lines.push(self.host("nft", &["list", "ruleset"]));
-        // The daemon's own child processes come and go with commands; VMMs are in the list above.
+        // A zombie has neither command line nor program, so the list above misses what was not reaped.
+        if let Some(daemon) = &self.daemon {
+            lines.push(format!("children of the daemon: {}", children(daemon.id())));
+        }
         lines.join("\n")
     }
 
@@ -299,6 +317,21 @@ impl Drop for Node {
             drop(daemon.wait());
         }
     }
+}
+
+/// Pids of all children of a process, zombies included.
+pub fn children(pid: u32) -> String {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    tasks
+        .filter_map(|task| fs::read_to_string(task.unwrap().path().join("children")).ok())
+        .collect::<Vec<String>>()
+        .concat()
+}
+
+/// A static busybox: the one the environment names, or the host's.
+pub fn busybox() -> Option<PathBuf> {
+    let named = std::env::var_os("HEARTH_TEST_BUSYBOX").map(PathBuf::from);
+    named.or_else(|| in_path("busybox").then(|| PathBuf::from("busybox")))
 }
 
 pub fn text(bytes: &[u8]) -> String {

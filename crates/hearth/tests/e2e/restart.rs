@@ -64,6 +64,34 @@ fn a_second_daemon_names_the_first() {
 }
 
 #[test]
+fn nobody_acts_under_anothers_name_or_links() {
+    if cannot("nobody_acts_under_anothers_name_or_links", true) {
+        return;
+    }
+    let node = Node::start(&Wish { test: "process_vmm = true", ..Wish::default() });
+    node.ok(&["create", "busybox", "--name", "g", "--vmm", "process"]);
+    let other = |instance: &str, prefix: &str| {
+        let dirs = ["s3", "r3"].map(|d| node.dir.path().join(d).to_str().unwrap().to_owned());
+        let args = ["serve", "--instance", instance, "--state-dir", &dirs[0], "--run-dir", &dirs[1]];
+        let more = ["--listen", "127.0.0.1:6001", "--veth-prefix", prefix, "--cidr", "10.78.0.0/24"];
+        let mut command = node.netns.command("timeout");
+        command.args(["--kill-after=5", "30"]).arg(crate::node::hearth()).args([&args[..], &more].concat());
+        let out = command.stdin(std::process::Stdio::null()).output().unwrap();
+        (out.status.code(), text(&out.stderr))
+    };
+    // The same instance with directories of its own would take everything here for leaked.
+    let (code, said) = other(&node.instance, "hxw");
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains(&node.daemon_pid().to_string()), "{said}");
+    // Another instance with the same prefix would take these links for its own.
+    let (code, said) = other("other", "hxv");
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("veth_prefix"), "{said}");
+    assert_eq!(node.ok(&["exec", "g", "--", "echo", "alive"]), "alive\n");
+    node.end_clean();
+}
+
+#[test]
 fn a_killed_shim_takes_its_guest_with_it() {
     if cannot("a_killed_shim_takes_its_guest_with_it", true) {
         return;

@@ -2,8 +2,9 @@
 //! so each chain that would drop our traffic gets two constant rules at its head, with our tag as comment: from our
 //! veths, and to them as part of a connection. They are found again, and removed, by that tag alone.
 //!
-//! A chain needs them if its policy is drop or its last rule drops or rejects everything. Rules that drop some
-//! packets are the operator's will and stay in force.
+//! A chain needs them if its policy is drop or its last rule drops or rejects everything; rules that drop some
+//! packets do not make it so. Being first, ours come before the operator's own rules of that chain, for sandbox
+//! traffic alone: behind them, a jump into a chain that rejects (ufw's way) would never let it pass.
 
 use hearth_core::network::SlotLayout;
 

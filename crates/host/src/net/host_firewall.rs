@@ -13,6 +13,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use hearth_core::host::{Census, Sighting};
+use hearth_core::id::VethPrefix;
 use hearth_core::network::{BLOCKED_DESTINATIONS, SlotLayout};
 use hearth_core::resource::Resource;
 
@@ -22,7 +23,8 @@ use super::nft::expr::{
     Expr, accept, drop, established, from_net, from_outside, iif, ipv4, not_ipv4, oif, oif_not, to_net,
 };
 use super::nft::{ACCEPT, Chain, Hook, INET, Nft, Table};
-use super::{foreign_chains, forwarding, legacy, sandbox_firewall};
+use super::rtnl::Rtnl;
+use super::{foreign_chains, forwarding, legacy, sandbox_firewall, veth};
 
 const NAT_AFTER: i32 = 100;
 
@@ -81,14 +83,10 @@ pub fn census(layout: &SlotLayout) -> Result<Census> {
     let mut census = Census::default();
     let name = layout.host_table();
     let mut nft = Nft::open().map_err(|e| op.netlink("open an nf_tables socket", e))?;
-    let tables = match nft.tables() {
-        Ok(tables) => tables,
-        Err(e @ NetlinkError::Interrupted) => {
-            census.incomplete.push(format!("tables: {e}"));
-            return Ok(census);
-        }
-        Err(e) => return Err(op.netlink("list tables", e)),
-    };
+    let (tables, whole) = nft.tables_seen().map_err(|e| op.netlink("list tables", e))?;
+    if !whole {
+        census.incomplete.push(format!("tables: {}", NetlinkError::Interrupted));
+    }
     let mut facts = Vec::new();
     for t in tables.iter().filter(|t| t.name.starts_with("hearth-")) {
         if t.name == name && t.family == INET {
@@ -129,6 +127,50 @@ pub fn obstacles() -> Result<Vec<String>> {
         found.push("legacy iptables FORWARD".into());
     }
     Ok(found)
+}
+
+/// What of another instance this one's rules, or that one's on ours, would match: a table of its whose veth prefix
+/// is ours or begins like it, or links of its under our prefix. Ask it at start, before anything is made; with an
+/// answer the daemon must not go on.
+///
+/// # Errors
+/// If the kernel cannot be asked; Busy if the links changed all the time and nothing was found in what was seen.
+pub fn prefix_conflict(layout: &SlotLayout) -> Result<Option<String>> {
+    let op = Op::new("census", "veth prefixes of other instances");
+    let ours = layout.veth_prefix.as_str();
+    let choose = "give this instance another network.veth_prefix";
+    let mut nft = Nft::open().map_err(|e| op.netlink("open an nf_tables socket", e))?;
+    for t in nft.tables().map_err(|e| op.netlink("list tables", e))? {
+        let Some(instance) = t.name.strip_prefix("hearth-").filter(|i| *i != layout.instance.as_str()) else {
+            continue;
+        };
+        if t.family != INET {
+            continue;
+        }
+        let rules =
+            nft.rules(INET, &t.name, None).map_err(|e| op.netlink("list another instance's rules", e))?;
+        // A name pattern has no padding and is the only comparison that parses as a prefix.
+        let theirs = rules.iter().filter_map(|r| String::from_utf8(r.first_compared.clone()).ok());
+        let theirs = theirs.filter(|p| p.parse::<VethPrefix>().is_ok());
+        if let Some(theirs) = theirs.into_iter().find(|p| p.starts_with(ours) || ours.starts_with(p.as_str()))
+        {
+            return Ok(Some(format!(
+                "table inet {} of instance {instance} matches links {theirs}*, this instance's are {ours}*; \
+                 {choose}, or remove that table if the other instance is gone for good",
+                t.name
+            )));
+        }
+    }
+    let (links, whole) = Rtnl::open().and_then(|mut r| r.links()).map_err(|e| op.netlink("list links", e))?;
+    for link in links.iter().filter(|l| l.kind == "veth" && l.name.starts_with(ours)) {
+        if let Some(instance) = veth::instance_in(&link.alias).filter(|i| *i != layout.instance.as_str()) {
+            return Ok(Some(format!(
+                "link {} begins with this instance's veth prefix {ours} and is instance {instance}'s (alias {}); {choose}",
+                link.name, link.alias
+            )));
+        }
+    }
+    if whole { Ok(None) } else { Err(op.busy(format!("links: {}", NetlinkError::Interrupted))) }
 }
 
 /// Makes the table, adds the rules other firewalls need, and turns on IPv4 forwarding; its old value is written to

@@ -11,7 +11,8 @@
 //! Every verb takes `(&SlotLayout, SlotIndex)`, `release` also how long it may take; the host firewall takes the
 //! layout and the path of its record. All block, all may be repeated. "The host" is the network namespace of the
 //! calling thread, so the tests play a host in a throwaway one. Law 3 holds inside each: what has our name but is
-//! of another nature is [`Foreign`](hearth_core::host::ErrorClass::Foreign) and never touched.
+//! of another nature, or a veth that neither its alias nor its other end proves ours, is
+//! [`Foreign`](hearth_core::host::ErrorClass::Foreign) and never touched.
 //!
 //! Below them: `attr` and `netlink` (messages and sockets), `rtnl` (links, addresses, routes), `nft` (tables,
 //! chains, rules), `conntrack`. Nothing here runs a program, except `legacy`, which has no other way.

@@ -215,15 +215,21 @@ impl Socket {
 
     /// Lists objects. A list that changed underneath is read again; see [`NetlinkError::Interrupted`].
     pub(crate) fn dump(&mut self, message: &Message) -> Result<Vec<Reply>> {
-        for _ in 0..DUMP_TRIES {
-            if let Some(replies) = self.dump_once(message.clone())? {
-                return Ok(replies);
-            }
-        }
-        Err(NetlinkError::Interrupted)
+        self.dump_seen(message)
+            .and_then(|(seen, whole)| whole.then_some(seen).ok_or(NetlinkError::Interrupted))
     }
 
-    fn dump_once(&mut self, message: Message) -> Result<Option<Vec<Reply>>> {
+    /// As [`Self::dump`], but what the last try saw comes back in any case, with whether it is all.
+    pub(crate) fn dump_seen(&mut self, message: &Message) -> Result<(Vec<Reply>, bool)> {
+        for _ in 1..DUMP_TRIES {
+            if let whole @ (_, true) = self.dump_once(message.clone())? {
+                return Ok(whole);
+            }
+        }
+        self.dump_once(message.clone())
+    }
+
+    fn dump_once(&mut self, message: Message) -> Result<(Vec<Reply>, bool)> {
         let mut out = Vec::new();
         let seq = self.push(&mut out, message, F_REQUEST | F_DUMP)?;
         self.send(&out)?;
@@ -249,9 +255,9 @@ impl Socket {
             }
         }
         match end.unwrap_or(Ok(())) {
-            Err(e) if e.errno() == Some(libc::EINTR) => Ok(None),
+            Err(e) if e.errno() == Some(libc::EINTR) => Ok((replies, false)),
             Err(e) => Err(e),
-            Ok(()) => Ok(whole.then_some(replies)),
+            Ok(()) => Ok((replies, whole)),
         }
     }
 

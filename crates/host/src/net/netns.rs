@@ -21,13 +21,16 @@ use rustix::thread::{LinkNameSpaceType, UnshareFlags};
 
 use super::error::{Op, Result};
 use super::holders;
-use super::rtnl::{Rtnl, set_up};
+use super::rtnl::{Rtnl, set_alias, set_up};
+use super::veth;
 
 /// Where `ip netns` keeps namespaces.
 pub const DIRECTORY: &str = "/run/netns";
 /// The calling thread's own namespace. `/proc/self` would be the main thread's.
 const OWN: &str = "/proc/thread-self/ns/net";
 const NSFS_MAGIC: u64 = 0x6e73_6673;
+/// Others hold the directory's lock for two system calls.
+const LOCK_WITHIN: Duration = Duration::from_secs(5);
 /// More namespaces than this stacked on one name is not something unmounting cures.
 const STACK_LIMIT: usize = 64;
 
@@ -135,7 +138,8 @@ pub fn ensure(layout: &SlotLayout, slot: SlotIndex) -> Result<()> {
 }
 
 /// Removes the slot's namespace: unmount, unlink, wait until it is seen gone. The witness is the host's end of
-/// the slot's veth, which dies with the namespace; where there is none, processes inside are looked for first.
+/// the slot's veth, which dies with the namespace; where there is none, or only a stranger of its name, processes
+/// inside are looked for first.
 /// A tap or socket held from another namespace is visible only through the veth.
 ///
 /// # Errors
@@ -146,7 +150,12 @@ pub fn release(layout: &SlotLayout, slot: SlotIndex, within: Duration) -> Result
     let op = Op::new("release", format!("netns {}", layout.netns(slot)));
     let mut rtnl = Rtnl::open().map_err(|e| op.netlink("open a route socket", e))?;
     let veth = layout.veth(slot);
-    let mut witness = link(&op, &mut rtnl, &veth)?;
+    let mut witness = rtnl.link(&veth).map_err(|e| op.netlink(&format!("look for {veth}"), e))?;
+    if let Some(w) = &witness
+        && veth::stranger(&op, &mut rtnl, layout, slot, w)?.is_some()
+    {
+        witness = None;
+    }
     let mut ids = Vec::new();
     for layer in 0.. {
         match look(&op, &path)? {
@@ -170,10 +179,16 @@ pub fn release(layout: &SlotLayout, slot: SlotIndex, within: Duration) -> Result
                 drop(fd);
                 match &witness {
                     // Routes first: the kernel's own clean-up of them is what makes large teardowns quadratic.
-                    Some(w) if ids.is_empty() => rtnl
-                        .addresses(w.index)
-                        .and_then(|list| rtnl.delete_addresses(w.index, &list))
-                        .map_err(|e| op.netlink(&format!("remove the address of {veth}"), e))?,
+                    Some(w) if ids.is_empty() => {
+                        if w.alias != layout.netns(slot) {
+                            // What proves it ours is about to go; the next try needs a proof if this one fails.
+                            rtnl.apply(vec![set_alias(w.index, &layout.netns(slot))], &[libc::ENODEV])
+                                .map_err(|e| op.netlink(&format!("mark {veth}"), e))?;
+                        }
+                        rtnl.addresses(w.index)
+                            .and_then(|list| rtnl.delete_addresses(w.index, &list))
+                            .map_err(|e| op.netlink(&format!("remove the address of {veth}"), e))?;
+                    }
                     Some(_) => {}
                     None => holders::wait_until_free(&op, id, deadline)?,
                 }
@@ -196,14 +211,10 @@ pub fn release(layout: &SlotLayout, slot: SlotIndex, within: Duration) -> Result
         std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
         pause = (pause * 2).min(Duration::from_millis(20));
         // Another index is another link: the one that was our witness is gone.
-        witness = link(&op, &mut rtnl, &veth)?.filter(|l| l.index == w.index);
+        let now = rtnl.link(&veth).map_err(|e| op.netlink(&format!("look for {veth}"), e))?;
+        witness = now.filter(|l| l.index == w.index);
     }
     Ok(())
-}
-
-fn link(op: &Op, rtnl: &mut Rtnl, name: &str) -> Result<Option<super::rtnl::Link>> {
-    let found = rtnl.link(name).map_err(|e| op.netlink(&format!("look for {name}"), e))?;
-    Ok(found.filter(|l| l.kind == "veth"))
 }
 
 /// Runs `f` on a fresh thread inside the namespace at `path`; the thread ends afterwards.
@@ -315,10 +326,7 @@ fn shared_directory(op: &Op) -> Result<()> {
     }
     fs::create_dir_all(DIRECTORY).map_err(|e| op.io(&format!("create {DIRECTORY}"), e))?;
     // Two that bind at once would stack two mounts; iproute2 takes the same lock.
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let lock = rustix::fs::open(DIRECTORY, flags, Mode::empty())
-        .and_then(|fd| rustix::fs::flock(&fd, FlockOperation::LockExclusive).map(|()| fd))
-        .map_err(|e| op.io(&format!("lock {DIRECTORY}"), e.into()))?;
+    let lock = lock(op, Path::new(DIRECTORY), LOCK_WITHIN)?;
     let done = match share() {
         Err(rustix::io::Errno::INVAL) => {
             rustix::mount::mount_bind_recursive(DIRECTORY, DIRECTORY).and_then(|()| share())
@@ -327,4 +335,49 @@ fn shared_directory(op: &Op) -> Result<()> {
     };
     drop(lock);
     done.map_err(|e| op.io(&format!("make {DIRECTORY} a shared mount point"), e.into()))
+}
+
+/// Locks a directory, held as long as the descriptor is open.
+fn lock(op: &Op, directory: &Path, within: Duration) -> Result<OwnedFd> {
+    let fail = |e: rustix::io::Errno| op.io(&format!("lock {}", directory.display()), e.into());
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let fd = rustix::fs::open(directory, flags, Mode::empty()).map_err(fail)?;
+    let deadline = Instant::now() + within;
+    loop {
+        match rustix::fs::flock(&fd, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(fd),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let why =
+                    format!("another process keeps {} locked (flock) for {within:?}", directory.display());
+                return Err(op.busy(format!("{why}; /proc/locks names it")));
+            }
+            Err(e) => return Err(fail(e)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hearth_core::host::ErrorClass;
+
+    #[test]
+    fn a_lock_held_elsewhere_is_waited_for_and_then_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let op = Op::new("ensure", "netns x");
+        let short = Duration::from_millis(50);
+        let held = lock(&op, directory.path(), short).unwrap();
+        let error = lock(&op, directory.path(), short).unwrap_err();
+        assert_eq!(error.class, ErrorClass::Busy);
+        assert!(error.to_string().contains(directory.path().to_str().unwrap()), "{error}");
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| lock(&op, directory.path(), Duration::from_secs(60)).map(drop));
+            drop(held);
+            waiting.join().unwrap().unwrap();
+        });
+    }
 }

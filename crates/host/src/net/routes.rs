@@ -3,7 +3,8 @@
 use hearth_core::network::{Cidr, SlotLayout};
 
 use super::error::{Op, Result};
-use super::rtnl::{Route, Rtnl};
+use super::rtnl::{Link, Route, Rtnl};
+use super::veth;
 
 /// Host routes that overlap the layout's CIDR, in words, without those over our own veths. Default routes
 /// (length 0, or 1 as VPN clients set them) overlap everything and do not count; neither do routes that only
@@ -21,9 +22,13 @@ pub fn overlapping(layout: &SlotLayout) -> Result<Vec<String>> {
             Some(index) => rtnl.link_at(index).map_err(|e| op.netlink("name a route's link", e))?,
             None => None,
         };
-        let name = link.map(|l| l.name);
-        if name.as_deref().is_none_or(|n| layout.slot_of_veth(n).is_none()) {
-            found.push(in_words(route, name.as_deref()));
+        let our_slot = |l: &Link| layout.slot_of_veth(&l.name);
+        let ours = match link.as_ref().and_then(|l| Some((l, our_slot(l)?))) {
+            Some((link, slot)) => veth::stranger(&op, &mut rtnl, layout, slot, link)?.is_none(),
+            None => false,
+        };
+        if !ours {
+            found.push(in_words(route, link.as_ref().map(|l| l.name.as_str())));
         }
     }
     found.sort();

@@ -24,6 +24,7 @@ const RTM_GETNSID: u16 = 90;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_LINK: u16 = 5;
 const IFLA_LINKINFO: u16 = 18;
+const IFLA_IFALIAS: u16 = 20;
 const IFLA_AF_SPEC: u16 = 26;
 const IFLA_NET_NS_FD: u16 = 28;
 const IFLA_EXT_MASK: u16 = 29;
@@ -56,6 +57,8 @@ pub(crate) struct Link {
     pub(crate) name: String,
     /// `veth`, `tun`, …; empty for a physical one.
     pub(crate) kind: String,
+    /// Its alias (`ip link set … alias`); empty if it has none.
+    pub(crate) alias: String,
     /// Administratively up.
     pub(crate) up: bool,
     /// Index of the other end in its own namespace.
@@ -110,6 +113,11 @@ fn address(kind: u16, flags: u16, index: u32, ip: Ipv4Addr, prefix_len: u8) -> M
 /// Raises or lowers a link.
 pub(crate) fn set_up(index: u32, up: bool) -> Message {
     Message::new(RTM_NEWLINK, 0).raw(&ifinfo(index, if up { UP } else { 0 }, UP))
+}
+
+/// Gives a link an alias. The kernel does not take one while it makes the link.
+pub(crate) fn set_alias(index: u32, alias: &str) -> Message {
+    Message::new(RTM_NEWLINK, 0).raw(&ifinfo(index, 0, 0)).attr(IFLA_IFALIAS, alias.as_bytes())
 }
 
 /// Turns IPv4 forwarding on for one link. A write below `/proc/sys/net` inside a namespace would cost time
@@ -188,12 +196,12 @@ impl Rtnl {
         }
     }
 
-    /// All links.
-    pub(crate) fn links(&mut self) -> Result<Vec<Link>> {
+    /// All links in one dump, and whether these are all.
+    pub(crate) fn links(&mut self) -> Result<(Vec<Link>, bool)> {
         let ask =
             Message::new(RTM_GETLINK, 0).raw(&ifinfo(0, 0, 0)).u32(IFLA_EXT_MASK, RTEXT_FILTER_SKIP_STATS);
-        let replies = self.0.dump(&ask)?;
-        Ok(replies.iter().filter(|r| r.kind == RTM_NEWLINK).filter_map(parse_link).collect())
+        let (replies, whole) = self.0.dump_seen(&ask)?;
+        Ok((replies.iter().filter(|r| r.kind == RTM_NEWLINK).filter_map(parse_link).collect(), whole))
     }
 
     /// Makes a veth pair in one step: this end here and down, the other end inside `netns` and down (raising it
@@ -315,6 +323,7 @@ fn parse_link(reply: &Reply) -> Option<Link> {
         index,
         name: attrs.string(IFLA_IFNAME)?,
         kind,
+        alias: attrs.string(IFLA_IFALIAS).unwrap_or_default(),
         up: flags & UP != 0,
         peer: attrs.u32(IFLA_LINK),
         peer_nsid: attrs.get(IFLA_LINK_NETNSID).and_then(read_i32),

@@ -3,6 +3,9 @@
 //!
 //! The pair is born in one message with its far end inside the namespace: moving it there later waits for a
 //! grace period (20 ms). The host end dies with the namespace, which makes it the witness of the namespace's death.
+//!
+//! A name is no proof (law 3): the prefix may be another instance's too, or an operator's. The host end is ours if
+//! its alias is the name of the slot's namespace, or if its other end lies in that namespace, see [`stranger`].
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
@@ -12,37 +15,35 @@ use hearth_core::network::{SlotIndex, SlotLayout, UPLINK_NAME};
 use hearth_core::resource::Resource;
 
 use super::error::{Op, Result};
+use super::netlink::NetlinkError;
 use super::netns::{self, Place};
 use super::rtnl::{self, Link, Rtnl};
 
 /// Both ends share a /31 (RFC 3021).
 const PREFIX_LEN: u8 = 31;
 
-/// Lists the host ends of this instance's pairs, by one dump of links without their counters.
+/// Lists the host ends of this instance's pairs, by one dump of links without their counters. Only an end without
+/// our alias costs more.
 ///
 /// # Errors
 /// If the kernel cannot be asked. A list that changed underneath is reported as incomplete.
 pub fn census(layout: &SlotLayout) -> Result<Census> {
     let op = Op::new("census", "veth");
     let mut census = Census::default();
-    let links = match Rtnl::open().and_then(|mut r| r.links()) {
-        Ok(links) => links,
-        Err(e @ super::netlink::NetlinkError::Interrupted) => {
-            census.incomplete.push(format!("links: {e}"));
-            return Ok(census);
-        }
-        Err(e) => return Err(op.netlink("list links", e)),
-    };
+    let mut host = Rtnl::open().map_err(|e| op.netlink("open a route socket", e))?;
+    let (links, whole) = host.links().map_err(|e| op.netlink("list links", e))?;
+    if !whole {
+        census.incomplete.push(format!("links: {}", NetlinkError::Interrupted));
+    }
     for link in links {
         match layout.slot_of_veth(&link.name) {
-            Some(slot) if link.kind == "veth" => census.ours.push(Sighting {
-                resource: Resource::Veth { slot },
-                facts: format!("veth, index {}, {}", link.index, if link.up { "up" } else { "down" }),
-            }),
-            Some(_) => {
-                let why = format!("has our name but is {}", kind_in_words(&link));
-                census.foreign.insert(link.name, why);
-            }
+            Some(slot) => match stranger(&op, &mut host, layout, slot, &link) {
+                Ok(None) => census
+                    .ours
+                    .push(Sighting { resource: Resource::Veth { slot }, facts: facts(layout, slot, &link) }),
+                Ok(Some(why)) => drop(census.foreign.insert(link.name, why)),
+                Err(e) => census.incomplete.push(format!("{}: {e}", link.name)),
+            },
             None if link.name.starts_with(layout.veth_prefix.as_str()) => {
                 census.foreign.insert(link.name, "begins with our prefix, but no slot number follows".into());
             }
@@ -56,7 +57,7 @@ pub fn census(layout: &SlotLayout) -> Result<Census> {
 /// the slot's namespace is made anew.
 ///
 /// # Errors
-/// Foreign if a link of another type has the name; Refused if the namespace is absent.
+/// Foreign if a link that is not proven ours has the name; Refused if the namespace is absent.
 pub fn ensure(layout: &SlotLayout, slot: SlotIndex) -> Result<()> {
     let name = layout.veth(slot);
     let op = Op::new("ensure", format!("veth {name}"));
@@ -73,15 +74,19 @@ pub fn ensure(layout: &SlotLayout, slot: SlotIndex) -> Result<()> {
     let mut inner =
         netns::inside_fd(&op, fd, || Rtnl::open().map_err(|e| op.netlink("open a route socket inside", e)))?;
 
-    let (near, far) = match pair(&op, &mut host, &mut inner, &name, ns.as_fd())? {
+    let mut find = |host: &mut Rtnl| pair(&op, host, &mut inner, layout, slot, ns.as_fd());
+    let (near, far) = match find(&mut host)? {
         Some(pair) => pair,
         None => {
             host.create_veth(&name, UPLINK_NAME, ns.as_fd()).map_err(|e| op.netlink("create the pair", e))?;
-            pair(&op, &mut host, &mut inner, &name, ns.as_fd())?
-                .ok_or_else(|| op.failed("the pair vanished while it was made"))?
+            find(&mut host)?.ok_or_else(|| op.failed("the pair vanished while it was made"))?
         }
     };
     let (even, odd) = (layout.host_address(slot), layout.sandbox_address(slot));
+    if near.alias != layout.netns(slot) {
+        host.apply(vec![rtnl::set_alias(near.index, &layout.netns(slot))], &[])
+            .map_err(|e| op.netlink("mark the host's end", e))?;
+    }
     if !near.quiet_v6 {
         host.apply(vec![rtnl::set_quiet_v6(near.index)], &[libc::EAFNOSUPPORT])
             .map_err(|e| op.netlink("keep IPv6 off the host's end", e))?;
@@ -116,36 +121,76 @@ pub fn ensure(layout: &SlotLayout, slot: SlotIndex) -> Result<()> {
 /// release their namespaces instead.
 ///
 /// # Errors
-/// Foreign if a link of another type has the name.
+/// Foreign if a link that is not proven ours has the name.
 pub fn release(layout: &SlotLayout, slot: SlotIndex, _within: Duration) -> Result<()> {
     let name = layout.veth(slot);
     let op = Op::new("release", format!("veth {name}"));
     let mut host = Rtnl::open().map_err(|e| op.netlink("open a route socket", e))?;
-    match host.link(&name).map_err(|e| op.netlink("look for it", e))? {
-        None => Ok(()),
-        Some(link) if link.kind != "veth" => Err(op.foreign(format!("it is {}", kind_in_words(&link)))),
-        Some(link) => {
-            // By index: a link that took the name meanwhile is not meant.
-            host.delete_link(link.index).map_err(|e| op.netlink("delete it", e))?;
-            match host.link_at(link.index).map_err(|e| op.netlink("see it gone", e))? {
-                Some(l) if l.name == name => Err(op.failed("it is still there after its deletion")),
-                _ => Ok(()),
-            }
-        }
+    let Some(link) = host.link(&name).map_err(|e| op.netlink("look for it", e))? else { return Ok(()) };
+    if let Some(why) = stranger(&op, &mut host, layout, slot, &link)? {
+        return Err(op.foreign(why));
+    }
+    // By index: a link that took the name meanwhile is not meant.
+    host.delete_link(link.index).map_err(|e| op.netlink("delete it", e))?;
+    match host.link_at(link.index).map_err(|e| op.netlink("see it gone", e))? {
+        Some(l) if l.name == name => Err(op.failed("it is still there after its deletion")),
+        _ => Ok(()),
     }
 }
 
-/// Both ends of a pair that is where it belongs. Clears away one that is not.
+/// Why a link with the name of the slot's host end is not that end; nothing if it is proven to be. The alias decides
+/// if it has hearth's form. Without one the other end does: the pair may be half made.
+pub(crate) fn stranger(
+    op: &Op,
+    host: &mut Rtnl,
+    layout: &SlotLayout,
+    slot: SlotIndex,
+    link: &Link,
+) -> Result<Option<String>> {
+    if link.kind != "veth" {
+        return Ok(Some(format!("has our name but is {}", kind_in_words(link))));
+    }
+    let ns = layout.netns(slot);
+    if link.alias == ns {
+        return Ok(None);
+    }
+    if let Some(instance) = instance_in(&link.alias) {
+        return Ok(Some(format!(
+            "has our name but its alias is {}, which makes it instance {instance}'s",
+            link.alias
+        )));
+    }
+    let known = match (link.peer_nsid, netns::look(op, &netns::path(layout, slot))?) {
+        (Some(_), Place::Namespace(fd, _)) => {
+            host.nsid(fd.as_fd()).map_err(|e| op.netlink(&format!("identify namespace {ns}"), e))?
+        }
+        _ => None,
+    };
+    let ours = known.is_some() && known == link.peer_nsid;
+    Ok((!ours)
+        .then(|| format!("has our name but not the alias {ns}, and its other end is not in that namespace")))
+}
+
+/// The instance named by an alias of hearth's form, `hearth-<instance>-<n>`.
+pub(crate) fn instance_in(alias: &str) -> Option<&str> {
+    let (instance, n) = alias.strip_prefix("hearth-")?.rsplit_once('-')?;
+    (!instance.is_empty() && n.parse().is_ok_and(|n| SlotIndex::new(n).is_some())).then_some(instance)
+}
+
+/// Both ends of a pair that is where it belongs. Clears away one of ours that is not.
 fn pair(
     op: &Op,
     host: &mut Rtnl,
     inner: &mut Rtnl,
-    name: &str,
+    layout: &SlotLayout,
+    slot: SlotIndex,
     ns: BorrowedFd<'_>,
 ) -> Result<Option<(Link, Link)>> {
-    let near = host.link(name).map_err(|e| op.netlink("look for it", e))?;
-    if let Some(l) = near.as_ref().filter(|l| l.kind != "veth") {
-        return Err(op.foreign(format!("the name is taken by {}", kind_in_words(l))));
+    let near = host.link(&layout.veth(slot)).map_err(|e| op.netlink("look for it", e))?;
+    if let Some(l) = &near
+        && let Some(why) = stranger(op, host, layout, slot, l)?
+    {
+        return Err(op.foreign(why));
     }
     let far = inner.link(UPLINK_NAME).map_err(|e| op.netlink("look for uplink", e))?;
     if let Some(l) = far.as_ref().filter(|l| l.kind != "veth") {
@@ -154,7 +199,8 @@ fn pair(
     if let (Some(near), Some(far)) = (&near, &far) {
         // An index is unique only within a namespace, so the namespaces are compared as well.
         let there = host.nsid(ns).map_err(|e| op.netlink("identify the namespace", e))?;
-        if near.peer == Some(far.index) && far.peer == Some(near.index) && near.peer_nsid == there {
+        let ends_there = there.is_some() && near.peer_nsid == there;
+        if ends_there && near.peer == Some(far.index) && far.peer == Some(near.index) {
             return Ok(Some((near.clone(), far.clone())));
         }
     }
@@ -165,6 +211,13 @@ fn pair(
         inner.delete_link(far.index).map_err(|e| op.netlink("delete an uplink that ends elsewhere", e))?;
     }
     Ok(None)
+}
+
+fn facts(layout: &SlotLayout, slot: SlotIndex, link: &Link) -> String {
+    let state = if link.up { "up" } else { "down" };
+    let marked = link.alias == layout.netns(slot);
+    let proof = if marked { "ours by its alias" } else { "ours by where it ends, half made" };
+    format!("veth, index {}, {state}, {proof}", link.index)
 }
 
 fn kind_in_words(link: &Link) -> String {

@@ -42,12 +42,12 @@ fn release_kills_what_ignores_signals_and_what_forks() {
         return;
     }
     let c = cgroups("tree");
-    c.ensure("a").unwrap();
-    let deaf = shell(&c, "a", "trap '' TERM HUP INT; while :; do sleep 1000; done");
-    let tree = shell(&c, "a", "while :; do (setsid sleep 1000 &); sleep 0.02; done");
-    wait_for("the tree does not grow", || c.pids("a").unwrap().len() >= 6);
-    let before = c.pids("a").unwrap();
-    c.release("a", SOON).unwrap();
+    c.ensure("aaaaaaaaaaaaaaaa").unwrap();
+    let deaf = shell(&c, "aaaaaaaaaaaaaaaa", "trap '' TERM HUP INT; while :; do sleep 1000; done");
+    let tree = shell(&c, "aaaaaaaaaaaaaaaa", "while :; do (setsid sleep 1000 &); sleep 0.02; done");
+    wait_for("the tree does not grow", || c.pids("aaaaaaaaaaaaaaaa").unwrap().len() >= 6);
+    let before = c.pids("aaaaaaaaaaaaaaaa").unwrap();
+    c.release("aaaaaaaaaaaaaaaa", SOON).unwrap();
     assert_eq!(end_of(&deaf).signal, Some(libc::SIGKILL));
     assert_eq!(end_of(&tree).signal, Some(libc::SIGKILL));
     assert_eq!(liveness(&deaf.identity), Liveness::Gone);
@@ -56,7 +56,7 @@ fn release_kills_what_ignores_signals_and_what_forks() {
         assert!(state.is_empty() || state.contains(") Z "), "left: {state}");
     }
     assert!(c.census().unwrap().ours.is_empty());
-    c.release("a", SOON).unwrap();
+    c.release("aaaaaaaaaaaaaaaa", SOON).unwrap();
     c.remove_root().unwrap();
     assert!(!c.root().exists());
 }
@@ -67,22 +67,25 @@ fn release_removes_cgroups_below_and_says_who_is_left_at_the_deadline() {
         return;
     }
     let c = cgroups("nest");
-    c.ensure("a").unwrap();
-    std::fs::create_dir_all(c.root().join("a/b/c")).unwrap();
-    let child = shell(&c, "a", "echo $$ > \"$0\"/cgroup.procs");
+    c.ensure("aaaaaaaaaaaaaaaa").unwrap();
+    std::fs::create_dir_all(c.root().join("aaaaaaaaaaaaaaaa/b/c")).unwrap();
+    let child = shell(&c, "aaaaaaaaaaaaaaaa", "echo $$ > \"$0\"/cgroup.procs");
     assert!(end_of(&child).code.is_some());
-    let child =
-        shell(&c, "a", &format!("echo $$ > {}/a/b/c/cgroup.procs; exec sleep 1000", c.root().display()));
+    let child = shell(
+        &c,
+        "aaaaaaaaaaaaaaaa",
+        &format!("echo $$ > {}/aaaaaaaaaaaaaaaa/b/c/cgroup.procs; exec sleep 1000", c.root().display()),
+    );
     wait_for("it does not move", || {
-        std::fs::read_to_string(c.root().join("a/b/c/cgroup.procs"))
+        std::fs::read_to_string(c.root().join("aaaaaaaaaaaaaaaa/b/c/cgroup.procs"))
             .unwrap()
             .contains(&child.identity.pid.to_string())
     });
-    assert_eq!(c.pids("a").unwrap(), [child.identity.pid]);
+    assert_eq!(c.pids("aaaaaaaaaaaaaaaa").unwrap(), [child.identity.pid]);
     assert!(c.census().unwrap().ours[0].facts.contains("has processes"));
-    c.release("a", SOON).unwrap();
+    c.release("aaaaaaaaaaaaaaaa", SOON).unwrap();
     assert_eq!(end_of(&child).signal, Some(libc::SIGKILL));
-    assert!(!c.root().join("a").exists());
+    assert!(!c.root().join("aaaaaaaaaaaaaaaa").exists());
     c.remove_root().unwrap();
 }
 
@@ -92,11 +95,11 @@ fn names_that_are_no_ids_are_foreign_and_block_nothing_else() {
         return;
     }
     let c = cgroups("names");
-    c.ensure("a").unwrap();
+    c.ensure("aaaaaaaaaaaaaaaa").unwrap();
     std::fs::create_dir(c.root().join("Not-Ours")).unwrap();
     let census = c.census().unwrap();
     assert_eq!((census.ours.len(), census.foreign.len()), (1, 1));
-    c.release("a", SOON).unwrap();
+    c.release("aaaaaaaaaaaaaaaa", SOON).unwrap();
     assert_eq!(c.release("Not-Ours", SOON).unwrap_err().class, ErrorClass::Refused);
     let error = c.remove_root().unwrap_err();
     assert_eq!(error.class, ErrorClass::Busy, "{error}");
@@ -111,13 +114,13 @@ fn limits_without_a_controller_are_named_not_ignored() {
         return;
     }
     let c = cgroups("limit");
-    c.ensure("a").unwrap();
+    c.ensure("aaaaaaaaaaaaaaaa").unwrap();
     let limits = Limits { memory_bytes: Some(64 << 20), cpu_millis: Some(500), pids: Some(50) };
-    let skipped = c.set_limits("a", &limits).unwrap();
+    let skipped = c.set_limits("aaaaaaaaaaaaaaaa", &limits).unwrap();
     let have = c.controllers().unwrap();
     for (controller, file) in [("memory", "memory.max"), ("cpu", "cpu.max"), ("pids", "pids.max")] {
         assert_eq!(skipped.contains(&file), !have.iter().any(|h| h == controller), "{file}: {skipped:?}");
     }
-    c.release("a", SOON).unwrap();
+    c.release("aaaaaaaaaaaaaaaa", SOON).unwrap();
     c.remove_root().unwrap();
 }

@@ -16,7 +16,7 @@ use crate::{SOON, root_or_skip};
 fn ensure_makes_private_directories_and_repairs_the_mode() {
     let base = tempfile::tempdir().unwrap();
     let d = Directories::new(base.path().join("state"), base.path().join("run"));
-    let path = base.path().join("run/sandboxes/abc");
+    let path = base.path().join("run/sandboxes/abcabcabcabcabca");
     d.ensure(&path).unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
     d.ensure(&path).unwrap();
@@ -24,13 +24,13 @@ fn ensure_makes_private_directories_and_repairs_the_mode() {
     assert_eq!(d.census().unwrap().ours[0].resource, Resource::Directory { path: path.clone() });
     // A symlink on the way is never followed, neither to make nor to remove.
     let outside = base.path().join("outside");
-    fs::create_dir_all(outside.join("abc")).unwrap();
+    fs::create_dir_all(outside.join("abcabcabcabcabca")).unwrap();
     d.release(&path, SOON).unwrap();
     fs::remove_dir(base.path().join("run/sandboxes")).unwrap();
     symlink(&outside, base.path().join("run/sandboxes")).unwrap();
     assert_eq!(d.ensure(&path).unwrap_err().class, ErrorClass::Foreign);
     assert_eq!(d.release(&path, SOON).unwrap_err().class, ErrorClass::Foreign);
-    assert!(outside.join("abc").exists());
+    assert!(outside.join("abcabcabcabcabca").exists());
 }
 
 #[test]

@@ -30,7 +30,7 @@ pub struct Lab {
 pub fn on_a_host(name: &str, test: impl FnOnce(&Lab) + Send) {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     if !rustix::process::geteuid().is_root() {
-        println!("SKIPPED: {name}: needs root");
+        hearth_testkit::skip(name, "needs root");
         return;
     }
     let k = NEXT.fetch_add(1, Ordering::Relaxed);

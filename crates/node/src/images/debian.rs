@@ -1,16 +1,26 @@
 //! A Debian or Ubuntu root tree through mmdebstrap, from the mirror the host itself uses for the suite.
+//!
+//! The host's apt configuration may hold passwords (of a mirror, of a proxy). It is used to fetch, from files only
+//! root can read and never as arguments, and nothing of it stays in the tree but the plain sources.
 
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use super::error::{ImageError, io};
 use super::job::Job;
-use super::program::{self, Program, Running, search_path};
+use super::program::{self, Limit, Program, Running, search_path};
 use super::space;
 use super::store::Work;
 use super::tarball::is_root;
 
 const MMDEBSTRAP: Program = Program { name: "mmdebstrap", package: "mmdebstrap" };
 const APT_CONFIG: Program = Program { name: "apt-config", package: "apt" };
+
+const DUMP: Limit =
+    Limit { after: Duration::from_secs(10), remedy: "Run `apt-config dump` by hand to see why." };
 
 /// Free space below which it is not begun; minbase with its downloads takes about half.
 const LEAST: u64 = 1 << 30;
@@ -77,21 +87,24 @@ pub(super) fn bootstrap(
     for path in EXCLUDED {
         cmd.arg(format!("--dpkgopt=path-exclude={path}"));
     }
-    for setting in host_settings(work, job) {
-        cmd.arg(format!("--aptopt={setting}"));
+    let settings = host_settings(work, job);
+    if !settings.is_empty() {
+        // mmdebstrap appends it to 99mmdebstrap, which `tidy` removes. Its own APT_CONFIG replaces one of ours.
+        let path = write_secret(work.dir(), "hearth.conf", &settings.join("\n"))?;
+        let mut option = std::ffi::OsString::from("--aptopt=");
+        option.push(path);
+        cmd.arg(option);
     }
     cmd.arg(suite).arg(&dir);
     if let Some(sources) = host_sources(Path::new("/etc/apt"), suite) {
-        let path = work.dir().join("hearth.sources");
-        std::fs::write(&path, sources).map_err(io("write", &path))?;
-        cmd.arg(path);
+        cmd.arg(write_secret(work.dir(), "hearth.sources", &sources)?);
     }
     // Its helpers (ldconfig, start-stop-daemon) are in the sbin directories.
     cmd.env("PATH", search_path()).env("TMPDIR", work.dir()).env("DEBIAN_FRONTEND", "noninteractive");
     cmd.stdin(work.lock_for_child()?);
     let mut lines = 0;
     let mut step = "starting mmdebstrap".to_owned();
-    let ended = Running::start(MMDEBSTRAP, cmd, work.dir())?.finish(job, &mut |new| {
+    let ended = Running::start(MMDEBSTRAP, cmd, work.dir(), Limit::TEMPLATE)?.finish(job, &mut |new| {
         for line in new {
             lines += 1;
             if let Some(text) = line.strip_prefix("I: ") {
@@ -103,12 +116,21 @@ pub(super) fn bootstrap(
     if !ended.success() {
         return Err(space::explain(ended.failure(REMEDY), work.dir(), "the template", LEAST));
     }
-    tidy(&dir)?;
+    tidy(&dir, suite)?;
     Ok(dir)
 }
 
+/// Writes what may hold a password.
+fn write_secret(dir: &Path, name: &str, text: &str) -> Result<PathBuf, ImageError> {
+    let path = dir.join(name);
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+    let mut file = file.map_err(io("create", &path))?;
+    file.write_all(format!("{text}\n").as_bytes()).map_err(io("write", &path))?;
+    Ok(path)
+}
+
 /// Takes what belongs to this host out of the tree and checks that there is something to run in it.
-fn tidy(dir: &Path) -> Result<(), ImageError> {
+fn tidy(dir: &Path, suite: &str) -> Result<(), ImageError> {
     for file in ["etc/resolv.conf", "etc/hostname"] {
         let path = dir.join(file);
         if std::fs::symlink_metadata(&path).is_ok_and(|m| m.is_file()) {
@@ -120,6 +142,7 @@ fn tidy(dir: &Path) -> Result<(), ImageError> {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(io("remove", &options)(e)),
         _ => {}
     }
+    plain_sources(dir, suite)?;
     let filled = |d: &str| std::fs::read_dir(dir.join(d)).is_ok_and(|mut e| e.next().is_some());
     if filled("usr/bin") || filled("bin") {
         return Ok(());
@@ -130,11 +153,84 @@ fn tidy(dir: &Path) -> Result<(), ImageError> {
     })
 }
 
+/// Replaces the sources in the tree, which are those used to fetch, by what the guest itself can use.
+fn plain_sources(dir: &Path, suite: &str) -> Result<(), ImageError> {
+    let etc_apt = dir.join("etc/apt");
+    // What mmdebstrap wrote: packages may have brought sources of their own.
+    let written = |f: &PathBuf| {
+        f.file_name().and_then(|n| n.to_str()).is_some_and(|n| n == "sources.list" || n.starts_with("0000"))
+    };
+    let files: Vec<PathBuf> = source_files(&etc_apt).into_iter().filter(written).collect();
+    let stanzas = stanzas(&files, suite);
+    if stanzas.is_empty() {
+        // Not the host's, else they would be understood.
+        return Ok(());
+    }
+    for file in files {
+        match std::fs::remove_file(&file) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(io("remove", &file)(e)),
+            _ => {}
+        }
+    }
+    let texts: Vec<String> = stanzas.iter().filter_map(|(_, text)| plain(text, dir)).collect();
+    if texts.is_empty() {
+        return Ok(());
+    }
+    let path = etc_apt.join("sources.list.d/base.sources");
+    std::fs::write(&path, texts.join("\n")).map_err(io("write", &path))?;
+    // Every user of the guest may read it, whatever this process's umask.
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).map_err(io("open up", &path))
+}
+
+/// A stanza without user names, passwords, places on this host and keys that are not in the tree.
+fn plain(stanza: &str, dir: &Path) -> Option<String> {
+    let mut text = String::new();
+    for (key, value) in fields(stanza)? {
+        let value = match key.to_ascii_lowercase().as_str() {
+            "uris" => {
+                let uris = value.split_whitespace().filter_map(without_user);
+                let uris = uris.collect::<Vec<_>>().join(" ");
+                if uris.is_empty() {
+                    return None;
+                }
+                uris
+            }
+            // A key in the stanza itself, fingerprints, or files.
+            "signed-by" if value.contains('\n') => value,
+            "signed-by" => {
+                let there = |w: &&str| !w.contains('/') || dir.join(w.trim_start_matches('/')).is_file();
+                let words = value.split(|c: char| c.is_whitespace() || c == ',');
+                let kept: Vec<&str> = words.filter(|w| !w.is_empty()).filter(there).collect();
+                if kept.is_empty() {
+                    continue;
+                }
+                kept.join(" ")
+            }
+            "types" | "suites" | "components" | "architectures" | "trusted" | "check-valid-until" => value,
+            _ => continue,
+        };
+        text.push_str(&format!("{key}: {value}\n"));
+    }
+    Some(text)
+}
+
+/// A URI without user and password; none if it is a place on this host.
+fn without_user(uri: &str) -> Option<String> {
+    let (scheme, rest) = uri.split_once("://")?;
+    if !matches!(scheme, "http" | "https" | "ftp" | "mirror+http" | "mirror+https" | "tor+http" | "tor+https")
+    {
+        return None;
+    }
+    let (host, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let host = host.rsplit_once('@').map_or(host, |(_, host)| host);
+    Some(format!("{scheme}://{host}{path}"))
+}
+
 /// Settings the host's apt needs for its mirror; without apt-config there are none.
 fn host_settings(work: &Work, job: &Job<'_>) -> Vec<String> {
     let Ok(mut cmd) = APT_CONFIG.command() else { return Vec::new() };
     cmd.args(["dump", "--no-empty"]);
-    match program::run(APT_CONFIG, cmd, work.dir(), job) {
+    match program::run(APT_CONFIG, cmd, work.dir(), DUMP, job) {
         Ok(ended) if ended.success() => pick_settings(&ended.output()),
         _ => Vec::new(),
     }
@@ -147,24 +243,35 @@ fn pick_settings(dump: &str) -> Vec<String> {
 
 /// The host's sources of a suite and its updates in deb822 form, or `None` if it has none.
 fn host_sources(etc_apt: &Path, suite: &str) -> Option<String> {
+    let stanzas = stanzas(&source_files(etc_apt), suite);
+    // Updates alone are not a suite to bootstrap from.
+    let base = stanzas.iter().any(|(suites, _)| suites.iter().any(|s| s == suite));
+    base.then(|| stanzas.into_iter().map(|(_, text)| text).collect::<Vec<_>>().join("\n"))
+}
+
+/// The files in which apt looks for sources.
+fn source_files(etc_apt: &Path) -> Vec<PathBuf> {
     let mut files = vec![etc_apt.join("sources.list")];
     let mut parts: Vec<PathBuf> = std::fs::read_dir(etc_apt.join("sources.list.d"))
         .map(|entries| entries.flatten().map(|e| e.path()).collect())
         .unwrap_or_default();
     parts.sort();
     files.append(&mut parts);
+    files
+}
+
+/// Suites and text of each source that belongs to `suite`.
+fn stanzas(files: &[PathBuf], suite: &str) -> Vec<(Vec<String>, String)> {
     let mut stanzas = Vec::new();
     for file in files {
-        let Ok(text) = std::fs::read_to_string(&file) else { continue };
+        let Ok(text) = std::fs::read_to_string(file) else { continue };
         match file.extension().and_then(|e| e.to_str()) {
             Some("sources") => stanzas.extend(text.split("\n\n").filter_map(|s| deb822(s, suite))),
             Some("list") => stanzas.extend(text.lines().filter_map(|l| one_line(l, suite))),
             _ => {}
         }
     }
-    // Updates alone are not a suite to bootstrap from.
-    let base = stanzas.iter().any(|(suites, _)| suites.iter().any(|s| s == suite));
-    base.then(|| stanzas.into_iter().map(|(_, text)| text).collect::<Vec<_>>().join("\n"))
+    stanzas
 }
 
 /// The suites of a source that belong to `suite`.
@@ -175,9 +282,8 @@ fn belonging<'a>(suites: impl Iterator<Item = &'a str>, suite: &str) -> Vec<Stri
     suites.filter(ours).map(str::to_owned).collect()
 }
 
-/// One stanza, cut down to the suite. A distribution's own archive has a component `main`; others (Docker,
-/// vendors) that use the same suite name have not.
-fn deb822(stanza: &str, suite: &str) -> Option<(Vec<String>, String)> {
+/// The fields of a stanza; lines that go on with one keep their line breaks.
+fn fields(stanza: &str) -> Option<Vec<(String, String)>> {
     let mut fields: Vec<(String, String)> = Vec::new();
     for line in stanza.lines().filter(|l| !l.starts_with('#') && !l.trim().is_empty()) {
         if line.starts_with([' ', '\t']) {
@@ -189,6 +295,13 @@ fn deb822(stanza: &str, suite: &str) -> Option<(Vec<String>, String)> {
             fields.push((key.trim().to_owned(), value.trim().to_owned()));
         }
     }
+    Some(fields)
+}
+
+/// One stanza, cut down to the suite. A distribution's own archive has a component `main`; others (Docker,
+/// vendors) that use the same suite name have not.
+fn deb822(stanza: &str, suite: &str) -> Option<(Vec<String>, String)> {
+    let fields = fields(stanza)?;
     let get = |key: &str| fields.iter().find(|(k, _)| k.eq_ignore_ascii_case(key)).map(|(_, v)| v.as_str());
     let has = |key: &str, word: &str| get(key).is_some_and(|v| v.split_whitespace().any(|w| w == word));
     if !has("Types", "deb") || !has("Components", "main") || has("Enabled", "no") {
@@ -235,7 +348,7 @@ fn one_line(line: &str, suite: &str) -> Option<(Vec<String>, String)> {
             "check-valid-until" => "Check-Valid-Until",
             _ => continue,
         };
-        text.push_str(&format!("{key}: {}\n", value.replace(',', " ")));
+        text.push_str(&format!("{key}: {}\n", value.trim_matches('"').replace(',', " ")));
     }
     Some((suites, text))
 }

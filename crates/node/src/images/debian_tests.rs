@@ -77,3 +77,47 @@ fn only_settings_of_the_mirror_are_taken() {
                 \"y\";\nDPkg::Post-Invoke:: \"rm -rf /\";\n";
     assert_eq!(pick_settings(dump), ["Acquire::Check-Date \"false\";"]);
 }
+
+#[test]
+fn nothing_of_the_hosts_access_stays_in_the_tree() {
+    let dir = tempfile::tempdir().unwrap();
+    let put = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, text).unwrap();
+    };
+    put("usr/bin/sh", "");
+    put("usr/share/keyrings/there.gpg", "");
+    put("etc/apt/apt.conf.d/99mmdebstrap", "Acquire::http::Proxy \"http://u:secret@p:1\";\n");
+    put("etc/apt/sources.list.d/vendor.list", "deb http://v.example/x bookworm main\n");
+    put(
+        "etc/apt/sources.list.d/0000hearth.sources",
+        "Types: deb\nURIs: https://u:secret@m.example/debian http://u:p@ss@n.example:80 file:/srv/mirror\nSuites: \
+         bookworm bookworm-updates\nComponents: main\nSigned-By: /usr/share/keyrings/there.gpg \
+         /etc/host/secret.gpg\nProxy: http://secret\n\nTypes: deb\nURIs: http://s.example/\nSuites: \
+         bookworm-security\nComponents: main\nSigned-By: /etc/host/secret.gpg\n\nTypes: deb\nURIs: \
+         http://k.example/\nSuites: bookworm\nComponents: main\nSigned-By:\n -----BEGIN\n .\n x\n\nTypes: \
+         deb\nURIs: file:/srv/mirror\nSuites: bookworm\nComponents: main\n",
+    );
+    tidy(dir.path(), "bookworm").unwrap();
+    let list = dir.path().join("etc/apt/sources.list.d");
+    let mut names: Vec<_> = std::fs::read_dir(&list).unwrap().map(|e| e.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["base.sources", "vendor.list"]);
+    assert_eq!(
+        std::fs::read_to_string(list.join("base.sources")).unwrap(),
+        "Types: deb\nURIs: https://m.example/debian http://n.example:80\nSuites: bookworm \
+         bookworm-updates\nComponents: main\nSigned-By: /usr/share/keyrings/there.gpg\n\nTypes: deb\nURIs: \
+         http://s.example/\nSuites: bookworm-security\nComponents: main\n\nTypes: deb\nURIs: \
+         http://k.example/\nSuites: bookworm\nComponents: main\nSigned-By: \n -----BEGIN\n .\n x\n"
+    );
+    assert!(!dir.path().join("etc/apt/apt.conf.d/99mmdebstrap").exists());
+}
+
+#[test]
+fn what_may_hold_a_password_is_readable_by_its_owner_only() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = write_secret(dir.path(), "x.conf", "a").unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(std::fs::read_to_string(path).unwrap(), "a\n");
+}

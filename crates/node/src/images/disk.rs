@@ -8,10 +8,17 @@ use std::time::{Duration, Instant};
 use super::error::{ImageError, io};
 use super::ext4::MKE2FS;
 use super::job::Job;
+use super::program::Limit;
 use super::{program, space};
 
 /// Room left to the host: a disk that fills the last byte would stop records from being written.
 const MARGIN: u64 = 16 << 20;
+
+/// Making one takes 20 ms on a disk that is well.
+const FORMAT: Limit = Limit {
+    after: Duration::from_secs(60),
+    remedy: "The disk under the state directory is very slow or stalls: look in `dmesg` and at the load, then try again.",
+};
 
 /// A disk just made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,6 +66,6 @@ fn format(path: &Path, dir: &Path, bytes: u64, job: &Job<'_>) -> Result<(), Imag
     // Room to grow the descriptor table is not needed, and zeroing it costs four times the rest.
     cmd.args(["-q", "-F", "-t", "ext4", "-m", "0", "-L", "hearth-data", "-O", "^resize_inode"]);
     cmd.args(["-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard"]).arg(path);
-    let ended = program::run(MKE2FS, cmd, dir, job)?;
+    let ended = program::run(MKE2FS, cmd, dir, FORMAT, job)?;
     if ended.success() { Ok(()) } else { Err(ended.failure("")) }
 }

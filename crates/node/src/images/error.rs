@@ -1,6 +1,7 @@
 //! Errors of this module: each names the object and says what to do.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// How a caller may react to an [`ImageError`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -177,6 +178,29 @@ pub enum ImageError {
         /// What to do.
         remedy: String,
     },
+    /// A program ran too long; it is gone.
+    #[error("{program} did not end within {after:?} and was killed{}{}", tail_words(.tail), remedy_words(.remedy))]
+    Overdue {
+        /// Its name.
+        program: &'static str,
+        /// The limit.
+        after: Duration,
+        /// Last lines of its output.
+        tail: Vec<String>,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// A program was killed and does not die: it sleeps in the kernel.
+    #[error(
+        "{program} (pid {pid}) was killed and does not end: it waits in the kernel, mostly for a disk or a network \
+         mount that does not answer; look in `dmesg`"
+    )]
+    Undying {
+        /// Its name.
+        program: &'static str,
+        /// Its pid.
+        pid: u32,
+    },
     /// The kernel refused.
     #[error("cannot {verb} {path}")]
     Io {
@@ -225,6 +249,8 @@ impl ImageError {
             | Self::NeedsRoot { .. }
             | Self::MissingProgram { .. }
             | Self::Program { .. }
+            | Self::Overdue { .. }
+            | Self::Undying { .. }
             | Self::Io { .. } => ErrorClass::Host,
             Self::Stopped => ErrorClass::Stopped,
         }

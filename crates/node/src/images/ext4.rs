@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::elf::{u16_at, u32_at};
 use super::error::{ImageError, io};
 use super::job::Job;
-use super::program::{Program, Running};
+use super::program::{Limit, Program, Running};
 use super::store::Work;
 use super::tree::{BLOCK, Measured};
 
@@ -122,7 +122,7 @@ pub(super) fn make(
     cmd.args(["-O", "^has_journal,^resize_inode", "-E", "root_owner=0:0,lazy_itable_init=1,nodiscard"]);
     cmd.arg("-N").arg(inodes.to_string()).arg("-d").arg(dir).arg(image);
     cmd.stdin(work.lock_for_child()?);
-    let ended = Running::start(MKE2FS, cmd, work.dir())?.finish(job, &mut |_| {
+    let ended = Running::start(MKE2FS, cmd, work.dir(), Limit::TEMPLATE)?.finish(job, &mut |_| {
         let done = file.metadata().map_or(0, |m| m.blocks() * 512);
         job.report("writing the image", done.min(data), Some(data));
     })?;

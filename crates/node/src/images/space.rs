@@ -1,18 +1,24 @@
 //! Free space of a file system. std has no statvfs, so df(1) is asked.
 
 use std::path::Path;
+use std::time::Duration;
 
 use super::error::ImageError;
 use super::job::Job;
-use super::program::{self, Program};
+use super::program::{self, Limit, Program};
 
 const DF: Program = Program { name: "df", package: "coreutils" };
+
+const ANSWER: Limit = Limit {
+    after: Duration::from_secs(10),
+    remedy: "The file system of that directory does not answer: look in `dmesg` and, for a network mount, at its server.",
+};
 
 /// Bytes an unprivileged writer may still use below `dir`.
 pub(super) fn available(dir: &Path, job: &Job<'_>) -> Result<u64, ImageError> {
     let mut cmd = DF.command()?;
     cmd.args(["--output=avail", "-B1", "--"]).arg(dir);
-    let ended = program::run(DF, cmd, dir, job)?;
+    let ended = program::run(DF, cmd, dir, ANSWER, job)?;
     if !ended.success() {
         return Err(ended.failure(""));
     }

@@ -10,7 +10,7 @@ use std::process::Stdio;
 use super::error::{ImageError, io};
 use super::job::{Job, Watched};
 use super::mem::decoder;
-use super::program::{Program, Running, feed};
+use super::program::{Limit, Program, Running, feed};
 use super::store::Work;
 use super::{space, tarscan};
 
@@ -113,11 +113,8 @@ fn extract(
     // GNU tar warns of each attribute or timestamp it finds odd; only errors matter here.
     cmd.args(["--warning=no-timestamp", "-xf", "-", "-C"]).arg(dir);
     cmd.stdin(Stdio::piped());
-    let mut running = Running::start(TAR, cmd, work.dir())?;
-    let fed = match running.stdin() {
-        Some(mut stdin) => pump(&mut from, &mut stdin, job),
-        None => Err(std::io::Error::other("it has no stdin")),
-    };
+    let mut running = Running::start(TAR, cmd, work.dir(), Limit::TEMPLATE)?;
+    let fed = running.feed(job, |stdin| pump(&mut from, stdin, job));
     if let Err(e) = fed {
         running.kill()?;
         if job.stopped() {

@@ -13,6 +13,11 @@ use super::error::ImageError;
 use super::job::Job;
 
 const BLOCK: usize = 512;
+/// Fields of a header.
+const NAME: std::ops::Range<usize> = 0..100;
+const LINK: std::ops::Range<usize> = 157..257;
+const MAGIC: std::ops::Range<usize> = 257..263;
+const PREFIX: std::ops::Range<usize> = 345..500;
 /// Longest GNU long name taken.
 const MAX_NAME: u64 = 64 * 1024;
 /// Largest pax header taken; extended attributes live in it.
@@ -108,13 +113,17 @@ impl<R: Read> Scan<'_, R> {
             first = false;
             let size = header
                 .entry_size()
-                .map_err(|e| Fault::entry(&header.path_bytes(), format!("its size cannot be read: {e}")))?;
+                .map_err(|e| Fault::entry(&header_name(&block), format!("its size cannot be read: {e}")))?;
             let kind = header.entry_type();
             match kind {
                 EntryType::GNULongName => pending.long_name = Some(self.text(size, MAX_NAME)?),
                 EntryType::GNULongLink => pending.long_link = Some(self.text(size, MAX_NAME)?),
                 EntryType::XHeader => {
                     let data = self.data(size, MAX_PAX)?;
+                    // GNU tar forgets the first of two; others add them up.
+                    if !pending.pax.is_empty() {
+                        return Err(Fault::archive("it has two pax headers before one entry"));
+                    }
                     pending.pax.extend(pax(&data).ok_or_else(|| Fault::archive("a pax header is damaged"))?);
                 }
                 EntryType::XGlobalHeader => {
@@ -128,7 +137,7 @@ impl<R: Read> Scan<'_, R> {
                     }
                 }
                 _ => {
-                    self.entry(header, kind, size, std::mem::take(&mut pending))?;
+                    self.entry(&block, kind, size, std::mem::take(&mut pending))?;
                 }
             }
         }
@@ -136,21 +145,21 @@ impl<R: Read> Scan<'_, R> {
 
     fn entry(
         &mut self,
-        header: &Header,
+        block: &[u8; BLOCK],
         kind: EntryType,
         size: u64,
         mut given: Pending,
     ) -> Result<(), Fault> {
-        // GNU tar lets pax win over its own long names, and both over the header.
+        // GNU tar lets pax win over its own long names, and both over the header; the name of a sparse file wins
+        // over all, whatever the entry's type and the order of the records.
+        let path = given.pax.remove(&b"path"[..]);
         let raw = given
             .pax
-            .remove(&b"path"[..])
+            .remove(&b"GNU.sparse.name"[..])
+            .or(path)
             .or(given.long_name)
-            .unwrap_or_else(|| header.path_bytes().into_owned());
+            .unwrap_or_else(|| header_name(block));
         let name = plain(&raw).map_err(|why| Fault::entry(&raw, why))?;
-        if let Some(sparse) = given.pax.get(&b"GNU.sparse.name"[..]) {
-            plain(sparse).map_err(|why| Fault::entry(sparse, why))?;
-        }
         let size = match given.pax.get(&b"size"[..]) {
             None => size,
             Some(text) => number(text).ok_or_else(|| Fault::entry(&raw, "its size cannot be read"))?,
@@ -159,8 +168,10 @@ impl<R: Read> Scan<'_, R> {
             .pax
             .remove(&b"linkpath"[..])
             .or(given.long_link)
-            .or_else(|| header.link_name_bytes().map(std::borrow::Cow::into_owned))
-            .unwrap_or_default();
+            .unwrap_or_else(|| until_zero(&block[LINK]).to_vec());
+        if target.contains(&0) {
+            return Err(Fault::entry(&raw, "the name it links to has a zero byte in it"));
+        }
         if name.is_empty() && kind != EntryType::Directory {
             return Err(Fault::entry(&raw, "it has no name"));
         }
@@ -176,7 +187,7 @@ impl<R: Read> Scan<'_, R> {
                     given.pax.get(&b"GNU.sparse.realsize"[..]).or(given.pax.get(&b"GNU.sparse.size"[..]));
                 unpacked = real_size.and_then(|t| number(t)).unwrap_or(size).max(size);
             }
-            EntryType::GNUSparse => self.sparse_map(header)?,
+            EntryType::GNUSparse => self.sparse_map(Header::from_byte_slice(block))?,
             EntryType::Link => {
                 let to = plain(&target).map_err(|why| {
                     let target = String::from_utf8_lossy(&target).into_owned();
@@ -330,6 +341,19 @@ fn checksum(block: &[u8; BLOCK]) -> u32 {
     block[..148].iter().chain(&block[156..]).map(|b| u32::from(*b)).sum::<u32>() + blank
 }
 
+/// The name in the header as GNU tar reads it: the prefix of a ustar header counts whatever its version says.
+fn header_name(block: &[u8; BLOCK]) -> Vec<u8> {
+    let (name, prefix) = (until_zero(&block[NAME]), until_zero(&block[PREFIX]));
+    if block[MAGIC] == *b"ustar\0" && !prefix.is_empty() {
+        return [prefix, name].join(&b'/');
+    }
+    name.to_vec()
+}
+
+fn until_zero(field: &[u8]) -> &[u8] {
+    field.split(|b| *b == 0).next().unwrap_or_default()
+}
+
 /// Parts of a path without empty ones and dots.
 fn parts(path: &[u8]) -> impl DoubleEndedIterator<Item = &[u8]> {
     path.split(|b| *b == b'/').filter(|p| !p.is_empty() && *p != b".")
@@ -339,6 +363,10 @@ fn parts(path: &[u8]) -> impl DoubleEndedIterator<Item = &[u8]> {
 fn plain(name: &[u8]) -> Result<Vec<u8>, String> {
     if name.starts_with(b"/") {
         return Err("its name is absolute".into());
+    }
+    // GNU tar would read it up to there.
+    if name.contains(&0) {
+        return Err("its name has a zero byte in it".into());
     }
     if parts(name).any(|p| p == b"..") {
         return Err("its name has '..' in it".into());
@@ -350,6 +378,10 @@ fn plain(name: &[u8]) -> Result<Vec<u8>, String> {
 }
 
 fn number(text: &[u8]) -> Option<u64> {
+    // parse() would take a sign.
+    if !text.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
     std::str::from_utf8(text).ok()?.parse().ok()
 }
 

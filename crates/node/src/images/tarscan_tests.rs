@@ -123,6 +123,73 @@ fn long_names_count_too() {
 }
 
 #[test]
+fn the_name_of_a_sparse_file_is_the_one_that_counts() {
+    let ext = |data: &[u8]| raw_entry(EntryType::XHeader, b"h", b"", data.len() as u64, data);
+    let through = |records: &[u8]| {
+        let mut all = entries(&[Entry(Symlink, "d", "/etc", b"")]);
+        all.extend(ext(records));
+        all.extend(archive(&[Entry(Regular, "innocent", "", b"")]));
+        run(&all)
+    };
+    for records in [&b"23 GNU.sparse.name=d/x\n"[..], b"23 GNU.sparse.name=d/x\n10 path=a\n"] {
+        match through(records) {
+            Err(Fault::Bad { entry: Some(e), why }) if e == "d/x" && why.contains("goes through") => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(through(b"23 GNU.sparse.name=e/x\n").is_ok());
+}
+
+#[test]
+fn what_gnu_tar_would_read_otherwise_is_refused() {
+    let ext = |data: &[u8]| raw_entry(EntryType::XHeader, b"h", b"", data.len() as u64, data);
+    let why = |headers: &[&[u8]], entry: EntryType| {
+        let mut all: Vec<u8> = headers.iter().flat_map(|h| ext(h)).collect();
+        all.extend(archive(&[Entry(entry, "innocent", "x", b"")]));
+        match run(&all) {
+            Err(Fault::Bad { why, .. }) => why,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert!(why(&[b"10 path=a\n", b"11 mtime=1\n"], Regular).contains("two pax headers"));
+    assert!(why(&[b"12 path=a\0b\n"], Regular).contains("zero byte"));
+    assert!(why(&[b"16 linkpath=a\0b\n"], Symlink).contains("zero byte"));
+    assert!(why(&[b"11 size=+0\n"], Regular).contains("size cannot be read"));
+}
+
+/// The version of a ustar header is read by nobody but the tar crate.
+#[test]
+fn the_prefix_of_any_ustar_header_counts() {
+    for (version, magic, name) in [
+        (b"00", b"ustar\0", "d/x"),
+        (b"  ", b"ustar\0", "d/x"),
+        (b"\0\0", b"ustar\0", "d/x"),
+        (b" \0", b"ustar ", "x"),
+    ] {
+        let mut entry = raw_entry(Regular, b"x", b"", 0, b"");
+        entry[257..263].copy_from_slice(magic);
+        entry[263..265].copy_from_slice(version);
+        entry[345..500].fill(0);
+        entry[345] = b'd';
+        let sum = checksum(entry[..512].try_into().unwrap());
+        entry[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+        entry.extend([0; 1024]);
+        assert_eq!(header_name(entry[..512].try_into().unwrap()), name.as_bytes(), "{version:?}");
+        let mut all = entries(&[Entry(Symlink, "d", "/etc", b"")]);
+        all.extend(&entry);
+        assert_eq!(run(&all).is_err(), name == "d/x", "{version:?}");
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("a.tar");
+        std::fs::write(&file, &entry).unwrap();
+        let Ok(out) = std::process::Command::new("tar").arg("-tf").arg(&file).output() else {
+            hearth_testkit::skip("the_prefix_of_any_ustar_header_counts", "no tar program to compare with");
+            return;
+        };
+        assert_eq!(String::from_utf8_lossy(&out.stdout).trim(), name, "GNU tar reads it so");
+    }
+}
+
+#[test]
 fn cut_archives_are_truncated_ones() {
     let list = [Entry(Regular, "a", "", &[1; 700]), Entry(Directory, "d", "", b"")];
     let whole = archive(&list);

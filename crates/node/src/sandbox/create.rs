@@ -9,6 +9,7 @@ use hearth_core::resource::Resource;
 use hearth_core::shim::{GuestNetSpec, SHIM_LOG, SHIM_PROTOCOL, SHIM_SPEC_FILE, ShimSpec};
 use hearth_core::steps::Step;
 
+use super::shim_end;
 use super::task::{CreateError, Sandbox};
 use crate::blocking::{blocking, on_host};
 use crate::error::chain;
@@ -119,13 +120,16 @@ impl<H: Host> Sandbox<H> {
         // The cgroup, named in the record, is the intent for every process born in it.
         let spawned =
             on_host(&self.context.host, move |host| host.spawn(&spawn)).await.map_err(|e| chain(&e))?;
-        self.record.shim = Some(spawned.identity.clone());
-        self.record.intend(Resource::Process { process: spawned.identity });
+        let identity = spawned.identity;
+        self.record.shim = Some(identity.clone());
+        self.record.intend(Resource::Process { process: identity.clone() });
         self.shim_pidfd = Some(spawned.pidfd);
         self.save().await?;
         let client = shim_client::connect_new(&self.run_dir, &self.record.id, SHIM_START);
+        let watched = self.shim_pidfd.as_ref().and_then(|fd| fd.try_clone().ok());
         let client = tokio::select! {
             client = client => client,
+            () = shim_end::ended(&self.context.host, &identity, watched) => Err("the shim ended at once".into()),
             () = self.cancel.cancelled() => Err("cancelled".into()),
         };
         let client = client.map_err(|why| format!("{why}{}", self.shim_log_tail()))?;

@@ -12,6 +12,7 @@
 
 mod create;
 mod release;
+mod shim_end;
 mod task;
 
 use std::path::PathBuf;
@@ -70,16 +71,28 @@ pub(crate) struct Handle {
     pub(crate) run_dir: PathBuf,
 }
 
+/// Why a delete did not end with everything gone.
+#[derive(Debug)]
+pub(crate) enum DeleteError {
+    /// Something is left and is tried again.
+    Stuck(String),
+    /// The sandbox's task ended first: the daemon is shutting down, or the task is being replaced.
+    Ended,
+}
+
 impl Handle {
     /// Deletes and waits for the outcome.
-    pub(crate) async fn delete(&self) -> Result<(), String> {
+    pub(crate) async fn delete(&self) -> Result<(), DeleteError> {
         self.cancel.cancel();
         let (answer, outcome) = oneshot::channel();
-        if self.commands.send(Command::Delete(answer)).await.is_err() {
-            // The task has ended: all is gone already.
-            return Ok(());
+        let told = match self.commands.send(Command::Delete(answer)).await {
+            Ok(()) => outcome.await.ok(),
+            Err(_) => None,
+        };
+        match told {
+            Some(outcome) => outcome.map_err(DeleteError::Stuck),
+            None if self.view.borrow().gone => Ok(()),
+            None => Err(DeleteError::Ended),
         }
-        // A dropped answer means the task ended, which it does only when all is gone.
-        outcome.await.unwrap_or(Ok(()))
     }
 }

@@ -37,7 +37,6 @@ impl<H: Host> Sandbox<H> {
             self.release_kind(kind, &mut left).await;
         }
         if left.is_empty() {
-            self.shim_pidfd = None;
             self.release_slot(&mut left).await;
         }
         let run_dir = Resource::Directory { path: self.run_dir.clone() };

@@ -11,15 +11,13 @@ use hearth_core::lifecycle::SandboxState;
 use hearth_core::process::Liveness;
 use hearth_core::record::Record;
 use hearth_core::steps::Step;
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::{Command, StepStarted, View};
+use super::{Command, StepStarted, View, shim_end};
 use crate::blocking::{blocking, on_host};
 use crate::engine::Context;
-use crate::error::{EngineError, chain};
+use crate::error::EngineError;
 use crate::shim_client;
 
 /// Back-off between two tries to release what is stuck.
@@ -30,8 +28,9 @@ const RETRY: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Durat
 pub(crate) enum Begin {
     /// With the first step; the outcome is told once.
     Create(oneshot::Sender<Result<View, EngineError>>),
-    /// The VM runs already.
-    Adopt,
+    /// Found on disk: taken over if its shim lives and it was running, else released. While that cannot be
+    /// told it is kept and shown as stuck.
+    Found,
     /// What is left is to be released.
     Release(String),
 }
@@ -42,6 +41,14 @@ pub(super) enum CreateError {
     Cancelled,
     Exhausted(String),
     Step(Step, String),
+}
+
+/// What became of the shim of a sandbox found on disk.
+enum Judged {
+    Alive,
+    Gone,
+    /// The daemon ends before it could be told.
+    Detached,
 }
 
 /// Why a living sandbox stops being one.
@@ -96,16 +103,33 @@ impl<H: Host> Sandbox<H> {
                     }
                 }
             },
-            Begin::Adopt => {
-                if self.adopt().await && !self.live(&mut waiting).await {
-                    return;
+            Begin::Found => match self.judge().await {
+                Judged::Alive if self.record.state == SandboxState::Running => {
+                    self.reconnect().await;
+                    if !self.live(&mut waiting).await {
+                        return;
+                    }
                 }
-            }
+                Judged::Alive | Judged::Gone => {}
+                Judged::Detached => return,
+            },
             Begin::Release(why) => {
                 // How its VM ended while no daemon looked.
                 let exit = self.context.records.exit_record(&self.record.id);
                 self.view.send_modify(|v| v.exit = exit);
                 tracing::info!(sandbox = %self.record.id, name = %self.record.name, "releasing: {why}");
+                // Thousands may have to go after a reboot; creations must not queue behind them.
+                let context = Arc::clone(&self.context);
+                let permit = tokio::select! {
+                    permit = context.releases.acquire() => permit.ok(),
+                    () = context.detach.cancelled() => return,
+                };
+                let first = self.release_once().await;
+                drop(permit);
+                if first.is_ok() {
+                    self.gone(waiting);
+                    return;
+                }
             }
         }
         self.release_until_gone(waiting).await;
@@ -130,45 +154,67 @@ impl<H: Host> Sandbox<H> {
         }
     }
 
-    /// Takes over a shim that was there before this daemon. False if it has ended.
-    async fn adopt(&mut self) -> bool {
-        let Some(process) = self.record.shim.clone() else { return false };
-        while self.shim_pidfd.is_none() {
-            let process = process.clone();
-            let opened = on_host(&self.context.host, move |host| match host.open_process(&process) {
-                Ok(pidfd) => Ok(Some(pidfd)),
-                Err(_) if host.liveness(&process) == Liveness::Gone => Ok(None),
-                Err(e) => Err(e),
+    /// Finds out whether its shim lives.
+    async fn judge(&mut self) -> Judged {
+        let Some(process) = self.record.shim.clone() else { return Judged::Gone };
+        let mut wait = *RETRY.start();
+        loop {
+            let asked = process.clone();
+            let judged = on_host(&self.context.host, move |host| match host.liveness(&asked) {
+                Liveness::Alive => (Liveness::Alive, host.open_process(&asked).ok()),
+                other => (other, None),
             });
-            match opened.await {
-                Ok(Some(pidfd)) => self.shim_pidfd = Some(pidfd),
-                Ok(None) => return false,
-                Err(e) => {
-                    // Unknown is not gone: a VM must not end because this daemon is out of descriptors.
-                    tracing::warn!(sandbox = %self.record.id, "cannot watch its shim, trying again: {}", chain(&e));
-                    tokio::select! {
-                        () = tokio::time::sleep(*RETRY.start()) => {}
-                        () = self.context.detach.cancelled() => return true,
-                    }
+            let why = match judged.await {
+                (Liveness::Alive, pidfd) => {
+                    self.shim_pidfd = pidfd;
+                    self.show();
+                    return Judged::Alive;
                 }
+                (Liveness::Gone, _) => return Judged::Gone,
+                (Liveness::Unknown(why), _) => format!("its shim cannot be judged: {why}"),
+            };
+            if wait == *RETRY.start() {
+                tracing::warn!(sandbox = %self.record.id, name = %self.record.name, "kept as it is: {why}");
+            }
+            self.view.send_modify(|v| {
+                v.state = SandboxState::Stuck;
+                v.record.stuck = Some(why.clone());
+            });
+            tokio::select! {
+                () = tokio::time::sleep(wait) => wait = (wait * 2).min(*RETRY.end()),
+                // What may be alive and another's is not killed on request either.
+                Some(Command::Delete(answer)) = self.commands.recv() => drop(answer.send(Err(why))),
+                () = self.context.detach.cancelled() => return Judged::Detached,
             }
         }
+    }
+
+    /// Connects to its shim, if that answers.
+    async fn reconnect(&self) {
         match shim_client::connect(&self.run_dir, &self.record.id).await {
             Ok(client) => self.view.send_modify(|v| v.shim = Some(client)),
-            Err(why) => tracing::warn!(sandbox = %self.record.id, "cannot reach its shim: {why}"),
+            Err(why) => {
+                tracing::warn!(sandbox = %self.record.id, "cannot reach its shim, trying again: {why}")
+            }
         }
-        true
     }
 
     /// Waits while the VM runs. False if the daemon detaches.
     async fn live(&mut self, waiting: &mut Vec<oneshot::Sender<Result<(), String>>>) -> bool {
-        let end = {
-            let ended = shim_ended(self.shim_pidfd.as_ref());
+        let Some(process) = self.record.shim.clone() else { return true };
+        let host = Arc::clone(&self.context.host);
+        let ended = shim_end::ended(&host, &process, self.shim_pidfd.take());
+        tokio::pin!(ended);
+        let end = loop {
+            let unreachable = self.view.borrow().shim.is_none();
             tokio::select! {
-                Some(Command::Delete(answer)) = self.commands.recv() => End::Deleted(answer),
-                () = ended => End::VmEnded,
-                () = self.context.detach.cancelled() => End::Detached,
+                biased;
+                () = self.context.detach.cancelled() => break End::Detached,
+                () = &mut ended => break End::VmEnded,
+                Some(Command::Delete(answer)) = self.commands.recv() => break End::Deleted(answer),
+                () = tokio::time::sleep(*RETRY.start()), if unreachable => {}
             }
+            self.reconnect().await;
         };
         match end {
             End::Deleted(answer) => waiting.push(answer),
@@ -238,21 +284,4 @@ impl<H: Host> Sandbox<H> {
 
 fn cancelled(name: &str) -> EngineError {
     EngineError::Cancelled(format!("creation of sandbox {name} was cancelled; nothing of it is left"))
-}
-
-/// Ends when the shim does; at once if there is none.
-async fn shim_ended(pidfd: Option<&OwnedFd>) {
-    let Some(pidfd) = pidfd else { return };
-    // A pidfd is readable when its process ended (pidfd_open(2)). An error of the poll itself is read as
-    // "ended" too: release proves it before it does anything.
-    match pidfd.try_clone().and_then(watch_readable) {
-        Ok(fd) => drop(fd.readable().await),
-        Err(e) => tracing::error!("cannot watch a pidfd: {e}"),
-    }
-}
-
-// Deprecated because an `AsRawFd` of any type may close its descriptor meanwhile; an `OwnedFd` cannot.
-#[allow(deprecated)]
-fn watch_readable(fd: OwnedFd) -> std::io::Result<AsyncFd<OwnedFd>> {
-    AsyncFd::with_interest(fd, Interest::READABLE)
 }

@@ -22,7 +22,9 @@ use hearth_core::network::SlotLayout;
 use hearth_core::resource::Resource;
 use hearth_core::shim::{SHIM_SOCKET, ShimSpec};
 use hearth_core::spec::VmmKind;
-use hearth_node::{Engine, EngineConfig, EngineError, Failpoints, NewSandbox, Phase, View, Vmms};
+use hearth_node::{
+    Engine, EngineConfig, EngineError, Failpoints, NewSandbox, Phase, Reclaim, ReclaimMode, View, Vmms,
+};
 use hearth_testkit::FakeHost;
 use tokio::sync::mpsc;
 use tonic::{Request, Response, Status, Streaming};
@@ -34,6 +36,7 @@ pub struct Bench {
     pub boot_blocks: Arc<AtomicBool>,
     pub cidr: &'static str,
     pub slot_pool: usize,
+    pub reclaim: ReclaimMode,
 }
 
 pub const TEMPLATE: &str = "flat";
@@ -59,7 +62,7 @@ impl Bench {
             Ok(())
         });
         write_template(&tmp.path().join("state"));
-        Self { tmp, host, boot_blocks, cidr, slot_pool }
+        Self { tmp, host, boot_blocks, cidr, slot_pool, reclaim: ReclaimMode::Background }
     }
 
     pub fn config(&self, failpoints: Failpoints) -> EngineConfig {
@@ -80,6 +83,7 @@ impl Bench {
                 kvm: Err("a test".into()),
             },
             failpoints,
+            reclaim: Reclaim { mode: self.reclaim, parallelism: 2, budget: None, budget_count: None },
             release_deadline: Duration::from_millis(300),
             boot_deadline: Duration::from_secs(5),
             console_cap_bytes: 4096,

@@ -91,13 +91,13 @@ pub(crate) fn tar_file(path: &Path) -> Source<'static> {
 /// Says why a test is skipped; `true` if it must be.
 pub(crate) fn skip(test: &str, programs: &[&str]) -> bool {
     if std::fs::metadata("/proc/self").unwrap().uid() != 0 {
-        println!("SKIPPED: {test}: needs root");
+        hearth_testkit::skip(test, "needs root");
         return true;
     }
     let dirs = ["/usr/sbin", "/usr/bin", "/sbin", "/bin"];
     match programs.iter().find(|p| !dirs.iter().any(|d| Path::new(d).join(p).is_file())) {
         Some(missing) => {
-            println!("SKIPPED: {test}: {missing} is not installed");
+            hearth_testkit::skip(test, &format!("{missing} is not installed"));
             true
         }
         None => false,

@@ -5,16 +5,18 @@
 //! that does not read stops the command's output, and a command that does not read stops the caller's writes.
 
 use std::io;
+use std::time::Duration;
 
 use bytes::Bytes;
 use hearth_core::agent::{AgentError, ExecExit, FrameKind, MAX_FRAME, Started};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, watch};
+use tokio::time::timeout;
 use tokio_util::compat::FuturesAsyncReadCompatExt;
 use yamux::Stream;
 
-use super::AgentClientError;
 use super::frame::{self, FrameError};
+use super::{AgentClientError, START_TIMEOUT};
 
 /// Chunks under way in each direction besides those in the stream's window.
 const QUEUE: usize = 2;
@@ -77,7 +79,9 @@ impl ExecOutput {
     /// The next event; `None` after [`ExecEvent::Exit`] or an error was returned. Cancel-safe.
     ///
     /// # Errors
-    /// [`AgentClientError::Agent`] if the command could not be started; otherwise the connection is gone.
+    /// [`AgentClientError::Agent`] if the command could not be started; [`AgentClientError::Timeout`] if the
+    /// agent did not say so in [`START_TIMEOUT`], after which the command may still start, as one whose caller
+    /// has left; otherwise the connection is gone.
     pub async fn next(&mut self) -> Result<Option<ExecEvent>, AgentClientError> {
         if self.over {
             return Ok(None);
@@ -131,7 +135,7 @@ impl Pump {
         tokio::select! {
             () = self.events.closed() => {}
             () = input => {}
-            () = relay(&mut from, &self.events) => {}
+            () = relay(&mut from, &self.events, START_TIMEOUT) => {}
         }
     }
 }
@@ -151,18 +155,34 @@ async fn feed(
     to.write_all(&end).await
 }
 
-/// Frames from the agent as events, up to the last. An end of the stream without one shows as the end of
-/// the events.
+/// Frames from the agent as events, up to the last; the first is due after `limit`. An end of the stream without
+/// a last one shows as the end of the events.
 async fn relay(
     from: &mut (impl AsyncRead + Unpin),
     events: &mpsc::Sender<Result<ExecEvent, AgentClientError>>,
+    limit: Duration,
 ) {
+    let mut started = false;
     loop {
-        let event = match frame::read(from).await {
+        let read = if started {
+            frame::read(from).await
+        } else {
+            let late = AgentClientError::Timeout { call: "exec", after: limit };
+            match timeout(limit, frame::read(from)).await {
+                Ok(read) => read,
+                // Nobody listens any more: fine.
+                Err(_) => return drop(events.send(Err(late)).await),
+            }
+        };
+        let event = match read {
+            Ok(Some((kind @ (FrameKind::Stdout | FrameKind::Stderr | FrameKind::Exit), _))) if !started => {
+                Err(AgentClientError::Protocol { what: format!("{kind:?} of a command that did not start") })
+            }
             Ok(Some((kind, payload))) => event(kind, payload),
             Ok(None) | Err(FrameError::Io) => return,
             Err(FrameError::Broken(what)) => Err(AgentClientError::Protocol { what }),
         };
+        started = true;
         let last = matches!(event, Ok(ExecEvent::Exit(_)) | Err(_));
         if events.send(event).await.is_err() || last {
             return;
@@ -182,5 +202,48 @@ fn event(kind: FrameKind, payload: Bytes) -> Result<ExecEvent, AgentClientError>
         FrameKind::Request | FrameKind::Response | FrameKind::Stdin | FrameKind::StdinEnd => {
             Err(AgentClientError::Protocol { what: format!("{kind:?} for a command") })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a caller gets from an agent that wrote `frames` and then fell silent.
+    async fn relayed(frames: &[u8]) -> Vec<Result<ExecEvent, AgentClientError>> {
+        let (mut ours, mut theirs) = tokio::io::duplex(4096);
+        theirs.write_all(frames).await.unwrap();
+        let (events, mut seen) = mpsc::channel(8);
+        // More than the limit for the start, and no limit for what follows it.
+        let relay = relay(&mut ours, &events, Duration::from_millis(50));
+        drop(timeout(Duration::from_millis(500), relay).await);
+        drop(events);
+        let mut all = Vec::new();
+        while let Some(event) = seen.recv().await {
+            all.push(event);
+        }
+        all
+    }
+
+    #[tokio::test]
+    async fn an_agent_that_does_not_say_whether_it_started_is_waited_for_in_bounds() {
+        let seen = relayed(b"").await;
+        assert!(matches!(seen[..], [Err(AgentClientError::Timeout { call: "exec", .. })]), "{seen:?}");
+        // A frame begun and never ended is no answer.
+        let seen = relayed(b"\x07\xff\0\0\0").await;
+        assert!(matches!(seen[..], [Err(AgentClientError::Timeout { .. })]), "{seen:?}");
+    }
+
+    #[tokio::test]
+    async fn a_started_command_may_be_silent() {
+        let started = frame::encode_json(FrameKind::Started, &Started { pid: 7 }).unwrap();
+        let seen = relayed(&started).await;
+        assert!(matches!(seen[..], [Ok(ExecEvent::Started(Started { pid: 7 }))]), "{seen:?}");
+    }
+
+    #[tokio::test]
+    async fn output_before_the_start_breaks_the_protocol() {
+        let seen = relayed(&frame::encode(FrameKind::Stdout, b"x").unwrap()).await;
+        assert!(matches!(seen[..], [Err(AgentClientError::Protocol { .. })]), "{seen:?}");
     }
 }

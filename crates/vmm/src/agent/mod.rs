@@ -6,7 +6,12 @@
 //! another. It must not decide anything about a sandbox and must not log: callers get errors.
 //!
 //! The guest is not trusted: lengths are checked before anything is allocated, every stream has a fixed
-//! window, and a broken frame ends its own stream only.
+//! window, and a broken frame ends its own stream only. The bound on memory counts what a frame costs beside its
+//! bytes: yamux keeps each DATA frame that was not read as an allocation of its own (32 bytes in its queue, 32 on
+//! the heap), so a guest that sends one byte per frame to a command whose caller does not read makes a window of
+//! 256 KiB cost 16 MiB. Only the host opens streams, so that is 16 MiB per stalled caller, and 1 GiB when all 56
+//! commands and 8 requests stall at once; it is memory of this sandbox's shim, in this sandbox's cgroup. Reading
+//! ahead into a buffer of ours would not lower it: yamux gives the window back as it is read.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -36,6 +41,9 @@ pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 pub const CONFIGURE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long `shutdown` may take; the agent ends all processes and syncs disks in it.
 pub const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long the agent may take to say whether a command started; a program may come from a slow disk.
+pub const START_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Streams kept for small requests, so that a signal gets through however many commands run.
 const CALL_STREAMS: usize = 8;
@@ -133,7 +141,7 @@ impl AgentClient {
         }
     }
 
-    /// Starts a command. [`ExecOutput::next`] tells whether it started. Waits for a free stream when
+    /// Starts a command. [`ExecOutput::next`] tells whether it started, within [`START_TIMEOUT`]. Waits for a free stream when
     /// [`MAX_EXECS`] commands run, at most [`CALL_TIMEOUT`].
     ///
     /// # Errors

@@ -124,7 +124,7 @@ mod tests {
         ShimSpec {
             protocol: 1,
             instance: "a".parse().unwrap(),
-            id: "abc".parse().unwrap(),
+            id: "abcdefghijkmnpqr".parse().unwrap(),
             name: "box".parse().unwrap(),
             vmm: VmmKind::Qemu,
             program: "/usr/bin/qemu-system-x86_64".into(),

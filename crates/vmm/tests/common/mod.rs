@@ -13,14 +13,9 @@ use hearth_vmm::machine::{Machine, MachineHandle};
 use tempfile::TempDir;
 use tokio::task::JoinSet;
 
-/// Says that a test could not run, and why; the same line as `hearth_testkit::skip`.
+/// Says that the test of this thread could not run, and why.
 pub fn skipped(why: &str) {
-    let line = format!("SKIPPED: {}: {why}", std::thread::current().name().unwrap_or("test"));
-    println!("{line}");
-    if let Some(path) = std::env::var_os("HEARTH_SKIP_LOG") {
-        let mut log = std::fs::OpenOptions::new().create(true).append(true).open(path).unwrap();
-        std::io::Write::write_all(&mut log, format!("{line}\n").as_bytes()).unwrap();
-    }
+    hearth_testkit::skip(std::thread::current().name().unwrap_or("test"), why);
 }
 
 /// The first of these programs that is there: the one an environment variable names, then those in PATH.

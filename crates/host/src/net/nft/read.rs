@@ -62,14 +62,13 @@ impl Nft {
 
     /// All tables of all families.
     pub(crate) fn tables(&mut self) -> Result<Vec<SeenTable>> {
-        self.list(header(GETTABLE, 0, 0), |r| {
-            let a = r.attrs(NFGEN);
-            Some(SeenTable {
-                family: *r.body.first()?,
-                name: a.string(TABLE_NAME)?,
-                comment: a.get(TABLE_USERDATA).and_then(comment_of),
-            })
-        })
+        self.list(header(GETTABLE, 0, 0), parse_table)
+    }
+
+    /// As [`Self::tables`], but what was seen comes back in any case, with whether it is all.
+    pub(crate) fn tables_seen(&mut self) -> Result<(Vec<SeenTable>, bool)> {
+        let (replies, whole) = self.socket().dump_seen(&header(GETTABLE, 0, 0))?;
+        Ok((replies.iter().filter_map(parse_table).collect(), whole))
     }
 
     /// One table.
@@ -127,6 +126,15 @@ impl Nft {
     fn list<T>(&mut self, ask: Message, parse: impl Fn(&Reply) -> Option<T>) -> Result<Vec<T>> {
         Ok(self.socket().dump(&ask)?.iter().filter_map(parse).collect())
     }
+}
+
+fn parse_table(reply: &Reply) -> Option<SeenTable> {
+    let a = reply.attrs(NFGEN);
+    Some(SeenTable {
+        family: *reply.body.first()?,
+        name: a.string(TABLE_NAME)?,
+        comment: a.get(TABLE_USERDATA).and_then(comment_of),
+    })
 }
 
 /// The comment among user data: a run of (type, length, bytes), type 0 being the comment of rules and tables.

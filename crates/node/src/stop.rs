@@ -1,0 +1,87 @@
+//! The end of an engine: no new sandboxes, then what is to become of the others. Every wait is bounded; what
+//! is left is told, and the next start takes it up.
+
+use std::time::Duration;
+
+use hearth_core::host::Host;
+use hearth_core::lifecycle::SandboxState;
+
+use crate::engine::Engine;
+use crate::sandbox::DeleteError;
+
+/// How long the tasks of an engine get to end.
+const JOIN: Duration = Duration::from_secs(30);
+/// How long `delete_all` waits for one sandbox before it counts as left.
+const DELETE: Duration = Duration::from_secs(60);
+
+impl<H: Host> Engine<H> {
+    /// Takes no new sandboxes from here on; those being made are taken back.
+    pub fn close(&self, why: &str) {
+        self.context.books.close(why);
+        self.context.no_creates.cancel();
+    }
+
+    /// Waits until no sandbox is left, at most `within`. True if none is.
+    pub async fn drained(&self, within: Duration) -> bool {
+        let end = tokio::time::Instant::now() + within;
+        loop {
+            let Some(handle) = self.context.books.all().into_iter().next() else { return true };
+            let mut view = handle.view.clone();
+            let gone = view.wait_for(|v| v.gone);
+            match tokio::time::timeout_at(end, gone).await {
+                Err(_) => return false,
+                Ok(Ok(_)) => {}
+                // Its task ended without that, or is being replaced.
+                Ok(Err(_)) => tokio::time::sleep(Duration::from_millis(50)).await,
+            }
+            if tokio::time::Instant::now() >= end {
+                return self.context.books.len() == 0;
+            }
+        }
+    }
+
+    /// Deletes every sandbox. What is stuck is told.
+    pub async fn delete_all(&self) -> Vec<String> {
+        let deletes = self.context.books.all().into_iter().map(|handle| async move {
+            let why = match tokio::time::timeout(DELETE, handle.delete()).await {
+                Ok(Ok(())) => return None,
+                Ok(Err(DeleteError::Stuck(why))) => why,
+                Ok(Err(DeleteError::Ended)) => "its task ended".into(),
+                Err(_) => format!("not gone after {} s", DELETE.as_secs()),
+            };
+            Some(format!("sandbox {}: {why}", handle.name))
+        });
+        let mut left = Vec::new();
+        // Bounded: each delete holds a few threads of the blocking pool for a moment.
+        let mut results = futures::stream::StreamExt::buffer_unordered(futures::stream::iter(deletes), 16);
+        while let Some(result) = futures::stream::StreamExt::next(&mut results).await {
+            left.extend(result);
+        }
+        left
+    }
+
+    /// Ends the engine and leaves running VMs to their shims. Prepared slots are released.
+    pub async fn detach(&self) -> Vec<String> {
+        self.close("it is shutting down");
+        self.stop.cancel();
+        // Creations under way are taken back by their own tasks before those end.
+        let settled = async {
+            for handle in self.context.books.all() {
+                let mut view = handle.view.clone();
+                // An error means that its task has ended, which is settled too.
+                drop(view.wait_for(|v| v.gone || v.state != SandboxState::Creating).await);
+            }
+        };
+        let mut left = Vec::new();
+        if tokio::time::timeout(JOIN, settled).await.is_err() {
+            left.push("creations under way".to_owned());
+        }
+        self.context.detach.cancel();
+        self.tasks.close();
+        if tokio::time::timeout(JOIN, self.tasks.wait()).await.is_err() {
+            left.push(format!("{} tasks that did not end", self.tasks.len()));
+        }
+        left.extend(self.context.pool.close().await);
+        left
+    }
+}
