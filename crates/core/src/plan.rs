@@ -38,15 +38,13 @@ pub struct Plan {
 
 /// Makes the plan.
 ///
-/// `unreadable` are sandbox directories whose record could not be used: nothing that might be theirs is
-/// called leaked, by sandbox id. With `all_records_known` false (the record directory itself could not be
-/// listed) nothing at all is called leaked (law 4).
+/// `unreadable` are sandbox directories whose record could not be used: while there is one, nothing at all is
+/// called leaked, since anything might be its own (law 4). Call this only with every record listed.
 #[must_use]
 pub fn plan(
     observed: &[Observed],
     seen: &BTreeSet<Seen>,
     unreadable: &BTreeSet<String>,
-    all_records_known: bool,
     boot_id: &str,
 ) -> Plan {
     let mut plan = Plan::default();
@@ -76,7 +74,7 @@ pub fn plan(
             }
         }
     }
-    if !all_records_known || !unreadable.is_empty() {
+    if !unreadable.is_empty() {
         // A slot says nothing about its owner, so one unreadable record shields all slots.
         return plan;
     }
@@ -170,7 +168,7 @@ mod tests {
 
     #[test]
     fn each_sandbox_is_adopted_released_or_kept_and_the_rest_is_leaked() {
-        let plan = plan(&sandboxes(), &everything(), &BTreeSet::new(), true, BOOT);
+        let plan = plan(&sandboxes(), &everything(), &BTreeSet::new(), BOOT);
         assert_eq!(plan.adopt, ["alivexxxxxxxxxxx".parse().unwrap()]);
         let released: Vec<&str> = plan.release.keys().map(SandboxId::as_str).collect();
         assert_eq!(released, ["deadxxxxxxxxxxxx", "halfxxxxxxxxxxxx"]);
@@ -184,19 +182,17 @@ mod tests {
     #[test]
     fn with_a_record_unknown_nothing_is_leaked() {
         let unreadable = ["torn".to_owned()].into();
-        for (unreadable, all_known) in [(unreadable, true), (BTreeSet::new(), false)] {
-            let plan = plan(&sandboxes(), &everything(), &unreadable, all_known, BOOT);
-            assert!(plan.leaked_slots.is_empty());
-            assert!(plan.leaked_cgroups.is_empty());
-            assert!(plan.leaked_directories.is_empty());
-            // What is known is acted upon all the same.
-            assert_eq!(plan.adopt.len(), 1);
-        }
+        let plan = plan(&sandboxes(), &everything(), &unreadable, BOOT);
+        assert!(plan.leaked_slots.is_empty());
+        assert!(plan.leaked_cgroups.is_empty());
+        assert!(plan.leaked_directories.is_empty());
+        // What is known is acted upon all the same.
+        assert_eq!(plan.adopt.len(), 1);
     }
 
     #[test]
     fn nothing_of_another_boot_is_followed_by_its_number() {
-        let plan = plan(&sandboxes(), &everything(), &BTreeSet::new(), true, "next-boot");
+        let plan = plan(&sandboxes(), &everything(), &BTreeSet::new(), "next-boot");
         assert!(plan.adopt.is_empty());
         assert!(plan.keep.is_empty());
         assert_eq!(plan.release.len(), 4);
@@ -206,7 +202,7 @@ mod tests {
     #[test]
     fn a_sandbox_stuck_before_is_released_again() {
         let stuck = vec![observed("stuckxxxxxxxxxxx", SandboxState::Stuck, 1, Liveness::Gone)];
-        let plan = plan(&stuck, &BTreeSet::new(), &BTreeSet::new(), true, BOOT);
+        let plan = plan(&stuck, &BTreeSet::new(), &BTreeSet::new(), BOOT);
         assert_eq!(plan.release.len(), 1);
         assert_eq!(plan.slots_in_use, [slot(1)].into());
     }

@@ -235,7 +235,7 @@ async fn a_background_process_does_not_hold_the_exit() {
     let start = std::time::Instant::now();
     let done = run(&rig, "sleep 30 & echo out; exit 5").await;
     assert_eq!((done.exit.code, done.stdout.as_slice()), (Some(5), &b"out\n"[..]));
-    assert!(start.elapsed() < Duration::from_secs(5));
+    assert!(start.elapsed() < Duration::from_secs(25));
     // Ending the agent ends the sleep as well.
     let out = run(&rig, "pgrep -P 1,$PPID -x sleep || true").await;
     rig.end().await;

@@ -221,7 +221,7 @@ fn a_process_inside_is_named_and_waited_for() {
             for attempt in 0..2 {
                 let began = Instant::now();
                 let error = netns::release(&lab.layout, slot(4), short).unwrap_err();
-                assert!(began.elapsed() < Duration::from_secs(2));
+                assert!(began.elapsed() < Duration::from_secs(30));
                 assert_eq!(error.class, ErrorClass::Busy, "attempt {attempt}: {error}");
                 let named = format!("process {} (sleep)", child.id());
                 assert!(error.to_string().contains(&named), "attempt {attempt}: {error}");

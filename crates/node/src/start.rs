@@ -62,7 +62,7 @@ impl<H: Host> Engine<H> {
 
         let observed = self.observe(loaded.records).await;
         let unreadable = loaded.unreadable.keys().cloned().collect();
-        let plan = plan(&observed, &seen, &unreadable, true, self.context.host.boot_id());
+        let plan = plan(&observed, &seen, &unreadable, self.context.host.boot_id());
         // A slot seen but neither in use nor called leaked may belong to a record that cannot be read.
         for slot in seen.iter().filter_map(|s| if let Seen::Slot(n) = s { Some(*n) } else { None }) {
             self.context.pool.mark(slot, SlotState::Stuck("its owner is not known".into()));

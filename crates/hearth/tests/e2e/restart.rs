@@ -42,7 +42,7 @@ fn a_second_daemon_names_the_first() {
     let begun = Instant::now();
     let out = node.command(&["serve", "--config"]).arg(node.config()).output().unwrap();
     assert_eq!(out.status.code(), Some(1));
-    assert!(begun.elapsed() < Duration::from_secs(5));
+    assert!(begun.elapsed() < Duration::from_secs(20));
     let pid = node.daemon_pid().to_string();
     assert!(text(&out.stderr).contains(&pid), "{}", text(&out.stderr));
     // Another instance on the same port is told who has it.

@@ -385,7 +385,7 @@ mod tests {
         let text = ended.err().unwrap().to_string();
         assert!(text.starts_with("sh did not end within 300ms and was killed"), "{text}");
         assert!(text.contains(&pid) && text.ends_with("Do that."), "{text}");
-        assert!(start.elapsed() < GENTLE, "{:?}", start.elapsed());
+        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
         assert_gone(&pid);
     }
 

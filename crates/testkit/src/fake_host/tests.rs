@@ -18,7 +18,7 @@ fn host(dir: &tempfile::TempDir) -> FakeHost {
         cidr: "10.12.0.0/16".parse().unwrap(),
     };
     let host = FakeHost::new(layout, dir.path().join("state"), dir.path().join("run"));
-    host.ensure(&Resource::Directory { path: dir.path().join("run/sandboxes/a") }).unwrap();
+    host.ensure(&Resource::Directory { path: dir.path().join("run/sandboxes/aaaaaaaaaaaaaaaa") }).unwrap();
     host
 }
 
@@ -27,8 +27,8 @@ fn spec(dir: &tempfile::TempDir) -> SpawnSpec {
         program: "/bin/sleep".into(),
         args: vec![],
         env: vec![],
-        cgroup: "a".into(),
-        log: dir.path().join("run/sandboxes/a/log"),
+        cgroup: "aaaaaaaaaaaaaaaa".into(),
+        log: dir.path().join("run/sandboxes/aaaaaaaaaaaaaaaa/log"),
     }
 }
 
@@ -63,7 +63,7 @@ fn the_nth_call_fails_and_the_next_completes_what_was_half_made() {
 fn the_descriptor_of_a_fake_process_becomes_readable_at_its_end() {
     let dir = tempfile::tempdir().unwrap();
     let host = host(&dir);
-    let cgroup = Resource::Cgroup { name: "a".into() };
+    let cgroup = Resource::Cgroup { name: "aaaaaaaaaaaaaaaa".into() };
     host.ensure(&cgroup).unwrap();
     let (said, heard) = mpsc::channel();
     host.on_spawn(move |_, process| {
@@ -87,7 +87,7 @@ fn the_descriptor_of_a_fake_process_becomes_readable_at_its_end() {
 fn a_spawn_half_done_leaves_a_process_that_nobody_was_told_of() {
     let dir = tempfile::tempdir().unwrap();
     let host = host(&dir);
-    host.ensure(&Resource::Cgroup { name: "a".into() }).unwrap();
+    host.ensure(&Resource::Cgroup { name: "aaaaaaaaaaaaaaaa".into() }).unwrap();
     host.fail(Verb::Spawn, Kind::Process, 1, Fault::HalfDone(ErrorClass::Failed));
     host.spawn(&spec(&dir)).unwrap_err();
     assert_eq!(host.running().len(), 1);
