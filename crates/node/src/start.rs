@@ -157,6 +157,8 @@ impl<H: Host> Engine<H> {
             claimed.extend(record.slot);
             begin(record, Begin::Found);
         }
+        // What is kept may live, so its slot is its own before any record that is released.
+        claimed.extend(plan.keep.keys().filter_map(|id| records.get(id)?.slot));
         for (id, why) in &plan.release {
             let Some(mut record) = records.remove(id) else { continue };
             // Two records name one slot only if a crash came between giving it back and writing that down;

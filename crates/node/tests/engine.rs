@@ -364,3 +364,44 @@ async fn leftovers_go_as_configured() {
         assert_eq!(bench.leftovers().len(), if mode == ReclaimMode::Off { 2 } else { 0 });
     }
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stale_claim_to_a_slot_yields_to_whoever_may_live() {
+    for blind in [false, true] {
+        let bench = Bench::new();
+        let engine = bench.engine().await;
+        let alive = create(&engine, "alive").await.unwrap().record;
+        engine.detach().await;
+        // A crash between giving a slot back and writing that down leaves a second record with its number.
+        let (id, stale) = (alive.id.as_str(), "stalestalestale2");
+        let sandboxes = bench.tmp.path().join("state/t/sandboxes");
+        let text = std::fs::read_to_string(sandboxes.join(id).join("record.json")).unwrap();
+        let mut record: serde_json::Value = serde_json::from_str(&text.replace(id, stale)).unwrap();
+        record["name"] = "stale".into();
+        record["shim"] = serde_json::Value::Null;
+        record["resources"].as_array_mut().unwrap().retain(|r| r["kind"] != "process");
+        std::fs::create_dir(sandboxes.join(stale)).unwrap();
+        std::fs::write(sandboxes.join(stale).join("record.json"), record.to_string()).unwrap();
+
+        let slot = alive.slot.unwrap();
+        let resets = bench.host.resets(slot);
+        if blind {
+            bench.host.blind(alive.shim.as_ref().unwrap().pid, Some("EACCES"));
+        }
+        let engine = bench.engine().await;
+        let gone = async {
+            while engine.get("stale").is_ok() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(5), gone).await.unwrap();
+        assert_eq!(bench.host.resets(slot), resets, "the slot of a sandbox that may live was reset");
+        assert!(bench.leftovers().contains(&Resource::Netns { slot }));
+        bench.host.blind(alive.shim.as_ref().unwrap().pid, None);
+        engine.detach().await;
+        let engine = bench.engine().await;
+        engine.delete("alive").await.unwrap();
+        engine.detach().await;
+        assert_eq!(bench.leftovers(), []);
+    }
+}
