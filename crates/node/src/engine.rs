@@ -375,6 +375,12 @@ impl<H: Host> Engine<H> {
         self.context.pool.counts()
     }
 
+    /// Why slots cannot be made at present; nothing if they can.
+    #[must_use]
+    pub fn slot_trouble(&self) -> Option<String> {
+        self.context.pool.trouble()
+    }
+
     /// Settings it was made with.
     #[must_use]
     pub fn config(&self) -> &EngineConfig {

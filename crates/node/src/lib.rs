@@ -21,6 +21,6 @@ pub use config::{EngineConfig, Reclaim, ReclaimMode, Vmms};
 pub use engine::{Engine, NewSandbox, Phase};
 pub use error::{EngineError, chain};
 pub use failpoint::{Action, Failpoints};
-pub use reclaim::{ReclaimProgress, ReclaimState};
+pub use reclaim::{KindProgress, ReclaimProgress, ReclaimState};
 pub use sandbox::{StepStarted, View};
 pub use shim_client::Client as ShimClient;

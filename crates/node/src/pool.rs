@@ -49,6 +49,8 @@ struct Inner {
     closed: bool,
     /// Slots that could not be removed and have no owner who tries again.
     unowned: Vec<SlotIndex>,
+    /// Why the last slot could not be made; nothing if it could.
+    trouble: Option<String>,
 }
 
 impl Inner {
@@ -80,6 +82,7 @@ impl<H: Host> SlotPool<H> {
             capacity,
             closed: false,
             unowned: Vec::new(),
+            trouble: None,
         };
         Arc::new(Self { host, inner: Mutex::new(inner), target, wanted: Notify::new(), release_deadline })
     }
@@ -135,6 +138,7 @@ impl<H: Host> SlotPool<H> {
             Resource::of_slot(slot).iter().try_for_each(|part| host.ensure(part))
         })
         .await;
+        self.lock().trouble = made.as_ref().err().map(|e| chain(e));
         if let Err(e) = made {
             let why = chain(&e);
             // What cannot be taken back is Stuck in the pool's own books.
@@ -273,6 +277,11 @@ impl<H: Host> SlotPool<H> {
             left.extend(self.release(slot).await.err());
         }
         left
+    }
+
+    /// Why the last slot that was begun could not be made; nothing if it could.
+    pub(crate) fn trouble(&self) -> Option<String> {
+        self.lock().trouble.clone()
     }
 
     /// Slots by state.

@@ -1,15 +1,15 @@
 //! Release of what an earlier run left and no record names, and of slots whose removal failed with nobody to
 //! own them. A bounded number at once; what fails is tried again with back-off as long as the engine runs.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::StreamExt as _;
 use hearth_core::host::Host;
 use hearth_core::network::SlotIndex;
 use hearth_core::plan::Plan;
-use hearth_core::resource::Resource;
+use hearth_core::resource::{Kind, Resource};
 
 use crate::blocking::on_host;
 use crate::config::{Reclaim, ReclaimMode};
@@ -30,6 +30,39 @@ pub struct ReclaimProgress {
     pub done: u64,
     /// Failed in the first round; tried again.
     pub failed: u64,
+    /// When the release began.
+    pub began: Option<Instant>,
+    /// The same by kind. A slot counts as one `netns`.
+    pub kinds: BTreeMap<Kind, KindProgress>,
+}
+
+/// The leftovers of one kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct KindProgress {
+    /// There now, without an owner. The only good value is 0.
+    pub leaked: u64,
+    /// Of these, tried without success; tried again.
+    pub stuck: u64,
+    /// Released since the start of the daemon.
+    pub reclaimed: u64,
+    /// Tries without success since the start of the daemon.
+    pub failures: u64,
+}
+
+impl ReclaimProgress {
+    /// How long the rest of the first round will take at the rate so far; `None` while there is no rate or no
+    /// round.
+    #[must_use]
+    pub fn estimate(&self) -> Option<Duration> {
+        let tried = self.done + self.failed;
+        if self.state != ReclaimState::Running || tried == 0 {
+            return None;
+        }
+        let rest = self.total.saturating_sub(tried);
+        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+        let share = rest as f64 / tried as f64;
+        Duration::try_from_secs_f64(self.began?.elapsed().as_secs_f64() * share).ok()
+    }
 }
 
 /// Where the release of leftovers is.
@@ -60,7 +93,14 @@ impl ReclaimState {
 
 impl Default for ReclaimProgress {
     fn default() -> Self {
-        Self { state: ReclaimState::Scanning, total: 0, done: 0, failed: 0 }
+        Self {
+            state: ReclaimState::Scanning,
+            total: 0,
+            done: 0,
+            failed: 0,
+            began: None,
+            kinds: BTreeMap::new(),
+        }
     }
 }
 
@@ -82,6 +122,10 @@ impl<H: Host> Engine<H> {
         let resources: Vec<Leftover> = cgroups.chain(directories).map(Leftover::Resource).collect();
         let slots: Vec<Leftover> = plan.leaked_slots.iter().copied().map(Leftover::Slot).collect();
         let total = (resources.len() + slots.len()) as u64;
+        let mut kinds: BTreeMap<Kind, KindProgress> = BTreeMap::new();
+        for leftover in resources.iter().chain(&slots) {
+            kinds.entry(leftover.kind()).or_default().leaked += 1;
+        }
         let settings = self.context.config.reclaim.clone();
         if total > 0 {
             tracing::info!(
@@ -96,19 +140,12 @@ impl<H: Host> Engine<H> {
             for leftover in resources.iter().chain(&slots) {
                 tracing::warn!("left alone since reclaim.mode is off: {}", leftover.words());
             }
-            self.reclaim.send_replace(ReclaimProgress {
-                state: ReclaimState::Off,
-                total,
-                done: 0,
-                failed: 0,
-            });
+            self.reclaim.send_modify(|p| (p.state, p.total, p.kinds) = (ReclaimState::Off, total, kinds));
             return;
         }
-        self.reclaim.send_replace(ReclaimProgress {
-            state: ReclaimState::Running,
-            total,
-            done: 0,
-            failed: 0,
+        self.reclaim.send_modify(|p| {
+            (p.state, p.total, p.kinds) = (ReclaimState::Running, total, kinds);
+            p.began = Some(Instant::now());
         });
         let engine = Arc::clone(self);
         let parallelism = settings.parallelism;
@@ -178,12 +215,23 @@ impl<H: Host> Engine<H> {
             let first_round = self.reclaim.borrow().state == ReclaimState::Running;
             match released {
                 Ok(()) => {
-                    self.reclaim.send_modify(|p| p.done += u64::from(p.done < p.total));
+                    self.reclaim.send_modify(|p| {
+                        p.done += u64::from(p.done < p.total);
+                        let kind = p.kinds.entry(leftover.kind()).or_default();
+                        kind.leaked = kind.leaked.saturating_sub(1);
+                        kind.reclaimed += 1;
+                        kind.stuck = kind.stuck.min(kind.leaked);
+                    });
                     None
                 }
                 Err(why) => {
+                    self.reclaim.send_modify(|p| {
+                        p.failed += u64::from(first_round);
+                        let kind = p.kinds.entry(leftover.kind()).or_default();
+                        kind.failures += 1;
+                        kind.stuck = (kind.stuck + u64::from(first_round)).min(kind.leaked);
+                    });
                     if first_round {
-                        self.reclaim.send_modify(|p| p.failed += 1);
                         tracing::warn!("leftover {} stays and is tried again: {why}", leftover.words());
                     }
                     Some(leftover)
@@ -195,6 +243,13 @@ impl<H: Host> Engine<H> {
 }
 
 impl Leftover {
+    fn kind(&self) -> Kind {
+        match self {
+            Leftover::Slot(_) => Kind::Netns,
+            Leftover::Resource(resource) => resource.kind(),
+        }
+    }
+
     fn words(&self) -> String {
         match self {
             Leftover::Slot(slot) => format!("slot {slot}"),
