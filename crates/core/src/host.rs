@@ -1,7 +1,7 @@
 //! What the engine asks of a host: three verbs per kind of resource. `hearth-host` answers with the kernel,
 //! `hearth-testkit` with a fake; one conformance suite holds for both.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -87,6 +87,29 @@ pub struct Spawned {
     pub pidfd: OwnedFd,
 }
 
+/// How [`Host::release_slots`] goes about it.
+pub struct SlotRelease<'a> {
+    /// Longest time from the first touch of a slot to the sight of its absence.
+    pub within: Duration,
+    /// Time a process of ours inside gets between SIGTERM and SIGKILL.
+    pub grace: Duration,
+    /// Cgroups whose processes are not ended: those of sandboxes that have a record.
+    pub spared: &'a BTreeSet<String>,
+    /// Asked before each batch: how many slots may go at once. The kernel removes a batch under its lock for
+    /// network links, about 1 ms a slot, so a large one is fast and keeps creations waiting. 0 ends the call;
+    /// slots not begun stay as they are.
+    pub batch: &'a (dyn Fn() -> usize + Sync),
+}
+
+impl std::fmt::Debug for SlotRelease<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SlotRelease").field("within", &self.within).field("grace", &self.grace).finish()
+    }
+}
+
+/// Told of each slot once: gone, or why not.
+pub type SlotSeen<'a> = dyn FnMut(SlotIndex, Result<(), HostError>) + 'a;
+
 /// The host's kernel resources of one instance. Calls block for as long as their deadline: run them on a
 /// thread that may wait. Every call may be repeated.
 pub trait Host: Send + Sync + 'static {
@@ -111,6 +134,11 @@ pub trait Host: Send + Sync + 'static {
     /// # Errors
     /// [`ErrorClass::Busy`] or [`ErrorClass::Deadline`] if it is still there after `within`.
     fn release(&self, resource: &Resource, within: Duration) -> Result<(), HostError>;
+
+    /// Removes whole slots, as many at once as the order says, and tells of each when its absence was seen.
+    /// Never stops at an error. Any part of a slot may be missing. A process of ours inside is ended; a slot
+    /// with another's process inside is [`ErrorClass::Foreign`] and stays as it is.
+    fn release_slots(&self, slots: &[SlotIndex], order: &SlotRelease<'_>, seen: &mut SlotSeen<'_>);
 
     /// Puts a used slot back into the state `ensure` of its parts leaves it in: fresh rules, no connection
     /// tracked, no neighbour learnt. The caller has seen every process of the former owner gone.

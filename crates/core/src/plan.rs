@@ -79,9 +79,10 @@ pub fn plan(
         return plan;
     }
     let known: BTreeSet<&str> = observed.iter().map(|o| o.record.id.as_str()).collect();
+    let named: BTreeSet<SlotIndex> = observed.iter().filter_map(|o| o.record.slot).collect();
     for resource in seen {
         match resource {
-            Seen::Slot(n) if !observed.iter().any(|o| o.record.slot == Some(*n)) => {
+            Seen::Slot(n) if !named.contains(n) => {
                 plan.leaked_slots.insert(*n);
             }
             Seen::Cgroup(name) if !known.contains(name.as_str()) => {

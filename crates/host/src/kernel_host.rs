@@ -1,6 +1,7 @@
 //! The engine's [`Host`] answered by the kernel: sends each verb to the file of its kind. It decides nothing
 //! and remembers nothing; two of the same instance may live in one process.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -8,7 +9,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use hearth_core::host::{Census, ErrorClass, Host, HostError, Sighting, SpawnSpec, Spawned};
+use hearth_core::host::{
+    Census, ErrorClass, Host, HostError, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
+};
 use hearth_core::network::{SlotIndex, SlotLayout};
 use hearth_core::process::{Liveness, ProcessIdentity};
 use hearth_core::resource::{Kind, Resource};
@@ -119,6 +122,20 @@ impl KernelHost {
         self.config.state_dir.join("sysctl.json")
     }
 
+    /// Pid and cgroup of every process in this instance's cgroups.
+    fn own_processes(&self) -> Result<BTreeMap<u32, String>, HostError> {
+        let census = self.cgroups.census()?;
+        if let Some(why) = census.incomplete.first() {
+            return Err(error::plain("census", "cgroups", ErrorClass::Failed, why));
+        }
+        let mut own = BTreeMap::new();
+        for sighting in census.ours {
+            let Resource::Cgroup { name } = sighting.resource else { continue };
+            own.extend(self.cgroups.pids(&name)?.into_iter().map(|pid| (pid, name.clone())));
+        }
+        Ok(own)
+    }
+
     /// The processes in this instance's cgroups.
     fn census_processes(&self) -> Result<Census, HostError> {
         let cgroups = self.cgroups.census()?;
@@ -190,13 +207,21 @@ impl Host for KernelHost {
             Resource::Directory { path } => self.directories.release(path, within),
             Resource::Cgroup { name } => self.cgroups.release(name, within),
             Resource::Process { process } => process::release(process, within),
-            Resource::Netns { slot } => net::netns::release(layout, *slot, within),
+            Resource::Netns { slot } => {
+                let (spared, batch) = (BTreeSet::new(), || 1);
+                let order = SlotRelease { within, grace: within, spared: &spared, batch: &batch };
+                net::slot::release_one(layout, *slot, &order, &|| self.own_processes())
+            }
             Resource::Veth { slot } => net::veth::release(layout, *slot, within),
             Resource::Tap { slot } => net::tap::release(layout, *slot, within),
             Resource::SandboxFirewall { slot } => net::sandbox_firewall::release(layout, *slot, within),
             Resource::HostFirewall => net::host_firewall::release(layout, &self.sysctl_record(), within),
             Resource::Mount { path } => self.mounts.release(path, within),
         }
+    }
+
+    fn release_slots(&self, slots: &[SlotIndex], order: &SlotRelease<'_>, seen: &mut SlotSeen<'_>) {
+        net::slot::release(&self.config.layout, slots, order, &|| self.own_processes(), seen);
     }
 
     fn reset_slot(&self, slot: SlotIndex) -> Result<(), HostError> {

@@ -116,7 +116,7 @@ fn open_for(verb: &'static str, process: &ProcessIdentity) -> Result<Option<Owne
 }
 
 /// Whoever has this pid now.
-fn pidfd(verb: &'static str, pid: u32) -> Result<Option<OwnedFd>, HostError> {
+pub(crate) fn pidfd(verb: &'static str, pid: u32) -> Result<Option<OwnedFd>, HostError> {
     let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
         return Ok(None);
     };

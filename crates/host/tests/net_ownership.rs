@@ -4,7 +4,6 @@
 
 mod net_support;
 
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -12,7 +11,7 @@ use hearth_core::host::ErrorClass;
 use hearth_core::network::SlotLayout;
 use hearth_core::resource::Resource;
 use hearth_host::net::{netns, routes, veth};
-use net_support::{Lab, WITHIN, complete, inside, ip, on_a_host, slot};
+use net_support::{Lab, WITHIN, complete, inside, ip, on_a_host, open_tap, release_slot, slot};
 
 /// The alias `ip` shows for the host's end of a slot.
 fn alias(lab: &Lab, n: u32) -> Option<String> {
@@ -91,7 +90,9 @@ fn a_strangers_veth_with_our_name_stays_untouched() {
         assert_eq!(before, links_and_addresses());
         // The namespaces are ours; a stranger's link of the number is neither stripped of its address nor waited for.
         for n in [1, 2, 5] {
-            netns::release(&lab.layout, slot(n), Duration::from_secs(2)).unwrap();
+            let error = release_slot(&lab.layout, slot(n), Duration::from_secs(2)).unwrap_err();
+            assert_eq!(error.class, ErrorClass::Foreign, "{error}");
+            assert!(!netns::path(&lab.layout, slot(n)).exists());
         }
         assert_eq!(before, links_and_addresses());
         // Without a namespace there is nothing it could end in.
@@ -113,7 +114,8 @@ fn two_instances_with_one_prefix_leave_each_other_alone() {
         netns::ensure(&other, slot(1)).unwrap();
         assert_eq!(veth::ensure(&other, slot(1)).unwrap_err().class, ErrorClass::Foreign);
         assert_eq!(veth::release(&other, slot(1), WITHIN).unwrap_err().class, ErrorClass::Foreign);
-        netns::release(&other, slot(1), WITHIN).unwrap();
+        assert_eq!(release_slot(&other, slot(1), WITHIN).unwrap_err().class, ErrorClass::Foreign);
+        assert!(!netns::path(&other, slot(1)).exists());
         assert_eq!(before, links_and_addresses());
         assert_eq!(lab.census().len(), 4);
         lab.release(1);
@@ -144,8 +146,8 @@ fn a_half_made_pair_is_ours_by_where_it_ends_and_gets_its_alias() {
         veth::release(&lab.layout, slot(7), WITHIN).unwrap();
         assert!(veth::census(&lab.layout).unwrap().ours.is_empty());
         half_make(lab, 8);
-        netns::release(&lab.layout, slot(8), WITHIN).unwrap();
-        netns::release(&lab.layout, slot(7), WITHIN).unwrap();
+        release_slot(&lab.layout, slot(8), WITHIN).unwrap();
+        release_slot(&lab.layout, slot(7), WITHIN).unwrap();
         assert!(lab.census().is_empty());
     });
 }
@@ -155,14 +157,14 @@ fn a_half_made_pair_is_ours_by_where_it_ends_and_gets_its_alias() {
 fn a_half_made_pair_is_marked_before_its_namespace_loses_its_name() {
     on_a_host("a_half_made_pair_is_marked_before_its_namespace_loses_its_name", |lab| {
         half_make(lab, 4);
-        let mut child = inside(&lab.in_slot(4), || Command::new("sleep").arg("60").spawn().unwrap());
+        // A tap held from outside keeps the namespace alive, and no process is seen inside.
+        let tap = inside(&lab.in_slot(4), || open_tap("held0"));
         for _ in 0..2 {
-            let error = netns::release(&lab.layout, slot(4), Duration::from_millis(200)).unwrap_err();
-            assert_eq!(error.class, ErrorClass::Busy, "{error}");
+            let error = release_slot(&lab.layout, slot(4), Duration::from_millis(200)).unwrap_err();
+            assert_eq!(error.class, ErrorClass::Deadline, "{error}");
             assert_eq!(complete(veth::census(&lab.layout).unwrap()).len(), 1);
         }
-        child.kill().unwrap();
-        child.wait().unwrap();
+        drop(tap);
         lab.release(4);
         assert!(lab.census().is_empty());
     });

@@ -6,13 +6,12 @@ mod net_support;
 
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use hearth_core::host::ErrorClass;
 use hearth_core::resource::{Kind, Resource};
 use hearth_host::net::{netns, routes, slot as slots, tap, veth};
-use net_support::{Lab, WITHIN, complete, inside, ip, on_a_host, run, slot};
+use net_support::{Lab, WITHIN, complete, ip, on_a_host, release_slot, run, slot};
 
 /// What `ip` and `nft` say about a whole slot, for comparing.
 fn picture(lab: &Lab, n: u32) -> String {
@@ -73,7 +72,7 @@ fn a_namespace_takes_everything_with_it() {
     on_a_host("a_namespace_takes_everything_with_it", |lab| {
         lab.ensure(1);
         lab.ensure(2);
-        netns::release(&lab.layout, slot(1), WITHIN).unwrap();
+        release_slot(&lab.layout, slot(1), WITHIN).unwrap();
         assert!(lab.census().iter().all(|(r, _)| r.to_string().ends_with("slot 2")));
         // Same name at once: nothing of the former one is in the way.
         lab.ensure(1);
@@ -174,7 +173,7 @@ fn what_is_not_ours_stays_untouched() {
         rustix::mount::mount_bind("/proc/thread-self/ns/net", path(6)).unwrap();
         for n in 2..=6 {
             assert_eq!(class(netns::ensure(&lab.layout, slot(n))), ErrorClass::Foreign, "{n}");
-            assert_eq!(class(netns::release(&lab.layout, slot(n), WITHIN)), ErrorClass::Foreign, "{n}");
+            assert_eq!(class(release_slot(&lab.layout, slot(n), WITHIN)), ErrorClass::Foreign, "{n}");
             assert_eq!(class(netns::enter(&path(n), || Ok(()))), ErrorClass::Foreign, "{n}");
         }
         assert_eq!(fs::read(path(2)).unwrap(), b"x");
@@ -201,48 +200,10 @@ fn what_is_not_ours_stays_untouched() {
         ip(&format!("-n {} link add tap0 type bridge", name(1)));
         assert_eq!(class(tap::ensure(&lab.layout, slot(1))), ErrorClass::Foreign);
         assert_eq!(class(tap::release(&lab.layout, slot(1), WITHIN)), ErrorClass::Foreign);
-        // Not the stranger's link, but our namespace around it, may go.
-        netns::release(&lab.layout, slot(1), WITHIN).unwrap();
+        // Not the stranger's link, but our namespace around it, may go. The number stays taken.
+        assert_eq!(class(release_slot(&lab.layout, slot(1), WITHIN)), ErrorClass::Foreign);
+        assert!(!netns::path(&lab.layout, slot(1)).exists());
         assert_eq!(before, ip("-o link"));
-    });
-}
-
-#[test]
-fn a_process_inside_is_named_and_waited_for() {
-    on_a_host("a_process_inside_is_named_and_waited_for", |lab| {
-        for with_veth in [true, false] {
-            lab.ensure(4);
-            let start = || Command::new("sleep").arg("60").spawn().unwrap();
-            let mut child = inside(&lab.in_slot(4), start);
-            if !with_veth {
-                veth::release(&lab.layout, slot(4), WITHIN).unwrap();
-            }
-            let short = Duration::from_millis(200);
-            for attempt in 0..2 {
-                let began = Instant::now();
-                let error = netns::release(&lab.layout, slot(4), short).unwrap_err();
-                assert!(began.elapsed() < Duration::from_secs(30));
-                assert_eq!(error.class, ErrorClass::Busy, "attempt {attempt}: {error}");
-                let named = format!("process {} (sleep)", child.id());
-                assert!(error.to_string().contains(&named), "attempt {attempt}: {error}");
-            }
-            child.kill().unwrap();
-            child.wait().unwrap();
-            lab.release(4);
-            assert!(lab.census().is_empty());
-        }
-    });
-}
-
-#[test]
-fn a_release_waits_for_a_holder_that_ends() {
-    on_a_host("a_release_waits_for_a_holder_that_ends", |lab| {
-        lab.ensure(4);
-        let start = || Command::new("sleep").arg("0.3").spawn().unwrap();
-        let mut child = inside(&lab.in_slot(4), start);
-        netns::release(&lab.layout, slot(4), WITHIN).unwrap();
-        assert!(lab.census().is_empty());
-        child.wait().unwrap();
     });
 }
 

@@ -48,8 +48,10 @@ pub struct EngineConfig {
 pub struct Reclaim {
     /// Whether ready waits for it.
     pub mode: ReclaimMode,
-    /// Releases at once.
+    /// Releases at once of what is no slot.
     pub parallelism: usize,
+    /// Time a process of ours in a slot gets between SIGTERM and SIGKILL.
+    pub grace: Duration,
     /// How long `blocking` waits; `None`: to the end.
     pub budget: Option<Duration>,
     /// For how many leftovers `blocking` waits; `None`: for all.

@@ -24,7 +24,7 @@ use crate::config::EngineConfig;
 use crate::error::EngineError;
 use crate::images;
 use crate::pool::SlotPool;
-use crate::reclaim::ReclaimProgress;
+use crate::reclaim::{Demand, ReclaimProgress};
 use crate::records::Records;
 use crate::sandbox::{Begin, DeleteError, Handle, Sandbox, StepStarted, View};
 use crate::shim_client::Client;
@@ -40,6 +40,8 @@ pub(crate) struct Context<H> {
     pub(crate) records: Records,
     pub(crate) pool: Arc<SlotPool<H>>,
     pub(crate) books: Books,
+    /// What the removal of many slots yields to.
+    pub(crate) demand: Demand,
     /// The daemon ends and leaves VMs to their shims.
     pub(crate) detach: CancellationToken,
     /// Ends creations under way.
@@ -95,14 +97,14 @@ impl<H: Host> Engine<H> {
     /// An engine that has touched nothing yet.
     #[must_use]
     pub fn new(host: Arc<H>, config: EngineConfig) -> Arc<Self> {
-        let capacity = config.layout.cidr.slot_capacity();
-        let pool = SlotPool::new(Arc::clone(&host), capacity, config.slot_pool, config.release_deadline);
+        let pool = SlotPool::new(Arc::clone(&host), &config);
         let context = Context {
             records: Records::new(&config.state_dir),
             host,
             config,
             pool,
             books: Books::default(),
+            demand: Demand::default(),
             detach: CancellationToken::new(),
             no_creates: CancellationToken::new(),
             releases: Semaphore::new(RELEASES_AT_START),
@@ -152,6 +154,7 @@ impl<H: Host> Engine<H> {
         progress: mpsc::Sender<StepStarted>,
     ) -> Result<View, EngineError> {
         self.ready()?;
+        let _creating = self.context.demand.creating();
         let record = self.new_record(template.clone(), new)?;
         // Held until the guest runs, so that neither the template nor its kernel is replaced in between.
         let store_dir = self.context.config.store_dir.clone();

@@ -1,17 +1,18 @@
 //! The slot pool: which numbers are whose, and a few slots kept ready. Taking and giving back cost O(1)
 //! under the lock; no kernel call is made while it is held.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use hearth_core::host::Host;
+use hearth_core::host::{ErrorClass, Host, HostError, SlotRelease};
 use hearth_core::lifecycle::SlotState;
 use hearth_core::network::SlotIndex;
 use hearth_core::resource::Resource;
 use tokio::sync::Notify;
 
 use crate::blocking::on_host;
+use crate::config::EngineConfig;
 use crate::error::{EngineError, chain};
 
 /// Back-off of the filler while slots cannot be made.
@@ -26,6 +27,8 @@ pub(crate) struct SlotPool<H> {
     /// Wakes the filler.
     wanted: Notify,
     release_deadline: Duration,
+    /// Time between SIGTERM and SIGKILL for processes of ours in a slot.
+    grace: Duration,
 }
 
 /// A slot between two owners.
@@ -73,18 +76,25 @@ impl Inner {
 }
 
 impl<H: Host> SlotPool<H> {
-    pub(crate) fn new(host: Arc<H>, capacity: u32, target: usize, release_deadline: Duration) -> Arc<Self> {
+    pub(crate) fn new(host: Arc<H>, config: &EngineConfig) -> Arc<Self> {
         let inner = Inner {
             states: HashMap::new(),
             ready: VecDeque::new(),
             freed: VecDeque::new(),
             next: 1,
-            capacity,
+            capacity: config.layout.cidr.slot_capacity(),
             closed: false,
             unowned: Vec::new(),
             trouble: None,
         };
-        Arc::new(Self { host, inner: Mutex::new(inner), target, wanted: Notify::new(), release_deadline })
+        Arc::new(Self {
+            host,
+            inner: Mutex::new(inner),
+            target: config.slot_pool,
+            wanted: Notify::new(),
+            release_deadline: config.release_deadline,
+            grace: config.reclaim.grace,
+        })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
@@ -199,28 +209,49 @@ impl<H: Host> SlotPool<H> {
         Ok(())
     }
 
-    /// Removes a slot from the host. What cannot be removed is `Stuck` and stays out of the pool.
+    /// Removes a slot from the host. What cannot be removed stays out of the pool.
     async fn remove(&self, slot: SlotIndex) -> Result<(), String> {
         self.lock().states.insert(slot, SlotState::Releasing);
-        let within = self.release_deadline;
-        let left = on_host(&self.host, move |host| {
-            // The namespace first: all else dies with it, in the kernel's own batches, and is then only seen
-            // gone (measured: 47 ms a slot against 80 ms the other way round). Past every error.
-            let mut left = Vec::new();
-            for part in &Resource::of_slot(slot) {
-                if let Err(e) = host.release(part, within) {
-                    left.push(chain(&e));
-                }
+        let (within, grace) = (self.release_deadline, self.grace);
+        let released = on_host(&self.host, move |host| {
+            // Its owner is gone, so nobody in it is to be spared.
+            let (spared, batch) = (BTreeSet::new(), || 1);
+            let order = SlotRelease { within, grace, spared: &spared, batch: &batch };
+            let mut released = Ok(());
+            host.release_slots(&[slot], &order, &mut |_, result| released = result);
+            released
+        });
+        released.await.map_err(|e| self.stays(slot, &e))
+    }
+
+    /// Notes a slot that did not go, and tells why.
+    fn stays(&self, slot: SlotIndex, e: &HostError) -> String {
+        let why = chain(e);
+        let state = match e.class {
+            ErrorClass::Foreign => SlotState::Foreign(why.clone()),
+            _ => SlotState::Stuck(why.clone()),
+        };
+        self.lock().states.insert(slot, state);
+        why
+    }
+
+    /// Removes slots from the host, as many at once as `batch` allows when it is asked, and frees the number of each
+    /// that went. Blocks.
+    pub(crate) fn release_many(
+        &self,
+        slots: &[SlotIndex],
+        spared: &BTreeSet<String>,
+        batch: &(dyn Fn() -> usize + Sync),
+        seen: &mut dyn FnMut(SlotIndex, Result<(), String>),
+    ) {
+        let order = SlotRelease { within: self.release_deadline, grace: self.grace, spared, batch };
+        self.host.release_slots(slots, &order, &mut |slot, result| {
+            let result = result.map_err(|e| self.stays(slot, &e));
+            if result.is_ok() {
+                self.lock().free(slot);
             }
-            left
-        })
-        .await;
-        if left.is_empty() {
-            return Ok(());
-        }
-        let why = left.join("; ");
-        self.lock().states.insert(slot, SlotState::Stuck(why.clone()));
-        Err(why)
+            seen(slot, result);
+        });
     }
 
     /// Keeps the pool filled until `stop`. One slot at a time: more threads only queue in the kernel.

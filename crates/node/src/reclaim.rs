@@ -1,135 +1,82 @@
 //! Release of what an earlier run left and no record names, and of slots whose removal failed with nobody to
-//! own them. A bounded number at once; what fails is tried again with back-off as long as the engine runs.
+//! own them. What fails is tried again with back-off as long as the engine runs.
 
-use std::collections::{BTreeMap, VecDeque};
+mod pace;
+mod progress;
+
+use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures::StreamExt as _;
 use hearth_core::host::Host;
 use hearth_core::network::SlotIndex;
 use hearth_core::plan::Plan;
 use hearth_core::resource::{Kind, Resource};
+use tokio::sync::watch;
 
 use crate::blocking::on_host;
 use crate::config::{Reclaim, ReclaimMode};
 use crate::engine::Engine;
 use crate::error::chain;
 
+pub(crate) use pace::Demand;
+pub use progress::{KindProgress, ReclaimProgress, ReclaimState};
+
 /// Back-off between two rounds over what could not be released.
 const RETRY: std::ops::RangeInclusive<Duration> = Duration::from_secs(5)..=Duration::from_secs(300);
+/// Leftovers named one by one in the log; the rest are counted.
+const NAMED: usize = 8;
 
-/// How far the release of leftovers is.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ReclaimProgress {
-    /// Where it is.
-    pub state: ReclaimState,
-    /// Leftovers found at start.
-    pub total: u64,
-    /// Released since.
-    pub done: u64,
-    /// Failed in the first round; tried again.
-    pub failed: u64,
-    /// When the release began.
-    pub began: Option<Instant>,
-    /// The same by kind. A slot counts as one `netns`.
-    pub kinds: BTreeMap<Kind, KindProgress>,
+/// What is to be released.
+#[derive(Debug, Default)]
+struct Leftovers {
+    resources: Vec<Resource>,
+    slots: Vec<SlotIndex>,
 }
 
-/// The leftovers of one kind.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct KindProgress {
-    /// There now, without an owner. The only good value is 0.
-    pub leaked: u64,
-    /// Of these, tried without success; tried again.
-    pub stuck: u64,
-    /// Released since the start of the daemon.
-    pub reclaimed: u64,
-    /// Tries without success since the start of the daemon.
-    pub failures: u64,
-}
-
-impl ReclaimProgress {
-    /// How long the rest of the first round will take at the rate so far; `None` while there is no rate or no
-    /// round.
-    #[must_use]
-    pub fn estimate(&self) -> Option<Duration> {
-        let tried = self.done + self.failed;
-        if self.state != ReclaimState::Running || tried == 0 {
-            return None;
-        }
-        let rest = self.total.saturating_sub(tried);
-        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-        let share = rest as f64 / tried as f64;
-        Duration::try_from_secs_f64(self.began?.elapsed().as_secs_f64() * share).ok()
-    }
-}
-
-/// Where the release of leftovers is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ReclaimState {
-    /// The census is not done.
-    Scanning,
-    /// Leftovers are being released.
-    Running,
-    /// The first round is over.
-    Done,
-    /// Leftovers are only reported.
-    Off,
-}
-
-impl ReclaimState {
-    /// The word for it, as in `/health`.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            ReclaimState::Scanning => "scanning",
-            ReclaimState::Running => "running",
-            ReclaimState::Done => "done",
-            ReclaimState::Off => "off",
-        }
-    }
-}
-
-impl Default for ReclaimProgress {
-    fn default() -> Self {
+impl Leftovers {
+    fn of(plan: &Plan) -> Self {
+        let cgroups = plan.leaked_cgroups.iter().map(|name| Resource::Cgroup { name: name.clone() });
+        let directories =
+            plan.leaked_directories.iter().map(|path| Resource::Directory { path: path.clone() });
         Self {
-            state: ReclaimState::Scanning,
-            total: 0,
-            done: 0,
-            failed: 0,
-            began: None,
-            kinds: BTreeMap::new(),
+            // Processes before what they hold.
+            resources: cgroups.chain(directories).collect(),
+            slots: plan.leaked_slots.iter().copied().collect(),
         }
     }
-}
 
-/// One thing to release.
-#[derive(Debug, Clone)]
-enum Leftover {
-    Resource(Resource),
-    Slot(SlotIndex),
+    fn len(&self) -> usize {
+        self.resources.len() + self.slots.len()
+    }
+
+    fn kinds(&self) -> impl Iterator<Item = Kind> {
+        let resources = self.resources.iter().map(Resource::kind);
+        resources.chain(self.slots.iter().map(|_| Kind::Netns))
+    }
+
+    /// A few by name, the rest as a number.
+    fn words(&self) -> String {
+        let resources = self.resources.iter().map(ToString::to_string);
+        let mut words: Vec<String> =
+            resources.chain(self.slots.iter().map(|s| format!("slot {s}"))).take(NAMED).collect();
+        if self.len() > NAMED {
+            words.push(format!("{} more", self.len() - NAMED));
+        }
+        words.join(", ")
+    }
 }
 
 impl<H: Host> Engine<H> {
     /// Begins with the leftovers of the plan, as configured. In `blocking` mode this returns when the first
     /// round is over or its budget is spent; the rest goes on.
     pub(crate) async fn begin_reclaim(self: &Arc<Self>, plan: &Plan) {
-        // Processes before what they hold.
-        let cgroups = plan.leaked_cgroups.iter().map(|name| Resource::Cgroup { name: name.clone() });
-        let directories =
-            plan.leaked_directories.iter().map(|path| Resource::Directory { path: path.clone() });
-        let resources: Vec<Leftover> = cgroups.chain(directories).map(Leftover::Resource).collect();
-        let slots: Vec<Leftover> = plan.leaked_slots.iter().copied().map(Leftover::Slot).collect();
-        let total = (resources.len() + slots.len()) as u64;
-        let mut kinds: BTreeMap<Kind, KindProgress> = BTreeMap::new();
-        for leftover in resources.iter().chain(&slots) {
-            kinds.entry(leftover.kind()).or_default().leaked += 1;
-        }
+        let leftovers = Leftovers::of(plan);
         let settings = self.context.config.reclaim.clone();
-        if total > 0 {
+        if leftovers.len() > 0 {
             tracing::info!(
-                slots = plan.leaked_slots.len(),
+                slots = leftovers.slots.len(),
                 cgroups = plan.leaked_cgroups.len(),
                 directories = plan.leaked_directories.len(),
                 mode = settings.mode.as_str(),
@@ -137,19 +84,15 @@ impl<H: Host> Engine<H> {
             );
         }
         if settings.mode == ReclaimMode::Off {
-            for leftover in resources.iter().chain(&slots) {
-                tracing::warn!("left alone since reclaim.mode is off: {}", leftover.words());
+            if leftovers.len() > 0 {
+                tracing::warn!("left alone since reclaim.mode is off: {}", leftovers.words());
             }
-            self.reclaim.send_modify(|p| (p.state, p.total, p.kinds) = (ReclaimState::Off, total, kinds));
+            self.reclaim.send_modify(|p| p.found(ReclaimState::Off, leftovers.kinds()));
             return;
         }
-        self.reclaim.send_modify(|p| {
-            (p.state, p.total, p.kinds) = (ReclaimState::Running, total, kinds);
-            p.began = Some(Instant::now());
-        });
+        self.reclaim.send_modify(|p| p.found(ReclaimState::Running, leftovers.kinds()));
         let engine = Arc::clone(self);
-        let parallelism = settings.parallelism;
-        self.tasks.spawn(async move { engine.run_reclaim(resources, slots, parallelism).await });
+        self.tasks.spawn(async move { engine.run_reclaim(leftovers).await });
         if settings.mode == ReclaimMode::Blocking {
             self.wait_for_reclaim(&settings).await;
         }
@@ -171,89 +114,87 @@ impl<H: Host> Engine<H> {
         }
     }
 
-    async fn run_reclaim(
-        self: Arc<Self>,
-        resources: Vec<Leftover>,
-        slots: Vec<Leftover>,
-        parallelism: usize,
-    ) {
-        let mut failed = self.round(resources, parallelism).await;
-        failed.extend(self.round(slots, parallelism).await);
+    async fn run_reclaim(self: Arc<Self>, leftovers: Leftovers) {
+        let mut failed = self.round(leftovers).await;
         self.reclaim.send_modify(|p| p.state = ReclaimState::Done);
+        if failed.len() > 0 {
+            tracing::warn!("leftovers that stay and are tried again: {}", failed.words());
+        }
         let mut wait = *RETRY.start();
         loop {
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
                 () = self.stop.cancelled() => return,
             }
-            failed.extend(self.context.pool.take_unowned().into_iter().map(Leftover::Slot));
-            if failed.is_empty() {
+            failed.slots.extend(self.context.pool.take_unowned());
+            if failed.len() == 0 {
                 wait = *RETRY.start();
                 continue;
             }
             let before = failed.len();
-            failed = self.round(failed.into(), parallelism).await;
+            failed = self.round(failed).await;
             wait = if failed.len() < before { *RETRY.start() } else { (wait * 2).min(*RETRY.end()) };
         }
     }
 
-    /// Releases each once; what failed comes back.
-    async fn round(&self, leftovers: Vec<Leftover>, parallelism: usize) -> VecDeque<Leftover> {
-        let releases = futures::stream::iter(leftovers).map(|leftover| async move {
+    /// Tries each once; what failed comes back. What is not begun when the engine ends is found by the next start.
+    async fn round(&self, leftovers: Leftovers) -> Leftovers {
+        let within = self.context.config.release_deadline;
+        let resources = futures::stream::iter(leftovers.resources).map(|resource| async move {
             if self.stop.is_cancelled() {
-                // The next start finds it.
                 return None;
             }
-            let released = match leftover.clone() {
-                Leftover::Slot(slot) => self.context.pool.release(slot).await,
-                Leftover::Resource(resource) => {
-                    let within = self.context.config.release_deadline;
-                    let released = on_host(&self.context.host, move |host| host.release(&resource, within));
-                    released.await.map_err(|e| chain(&e))
-                }
-            };
-            let first_round = self.reclaim.borrow().state == ReclaimState::Running;
-            match released {
-                Ok(()) => {
-                    self.reclaim.send_modify(|p| {
-                        p.done += u64::from(p.done < p.total);
-                        let kind = p.kinds.entry(leftover.kind()).or_default();
-                        kind.leaked = kind.leaked.saturating_sub(1);
-                        kind.reclaimed += 1;
-                        kind.stuck = kind.stuck.min(kind.leaked);
-                    });
-                    None
-                }
-                Err(why) => {
-                    self.reclaim.send_modify(|p| {
-                        p.failed += u64::from(first_round);
-                        let kind = p.kinds.entry(leftover.kind()).or_default();
-                        kind.failures += 1;
-                        kind.stuck = (kind.stuck + u64::from(first_round)).min(kind.leaked);
-                    });
-                    if first_round {
-                        tracing::warn!("leftover {} stays and is tried again: {why}", leftover.words());
-                    }
-                    Some(leftover)
-                }
-            }
+            let what = resource.clone();
+            let released = on_host(&self.context.host, move |host| host.release(&what, within)).await;
+            let released = released.map_err(|e| chain(&e));
+            failed(&self.reclaim, resource.kind(), &resource, released).then_some(resource)
         });
-        releases.buffer_unordered(parallelism.max(1)).filter_map(std::future::ready).collect().await
+        let at_once = self.context.config.reclaim.parallelism.max(1);
+        let resources = resources.buffer_unordered(at_once).filter_map(std::future::ready).collect().await;
+        Leftovers { resources, slots: self.round_of_slots(leftovers.slots).await }
+    }
+
+    /// All slots in one call, at the pace that demand allows.
+    async fn round_of_slots(&self, slots: Vec<SlotIndex>) -> Vec<SlotIndex> {
+        if slots.is_empty() {
+            return slots;
+        }
+        let (context, stop, progress) = (Arc::clone(&self.context), self.stop.clone(), self.reclaim.clone());
+        let spared: BTreeSet<String> = self.context.books.all().iter().map(|h| h.id.to_string()).collect();
+        let released = on_host(&self.context.host, move |_| {
+            let mut left = Vec::new();
+            let batch = || if stop.is_cancelled() { 0 } else { context.demand.batch() };
+            context.pool.release_many(&slots, &spared, &batch, &mut |slot, released| {
+                if failed(&progress, Kind::Netns, &format_args!("slot {slot}"), released) {
+                    left.push(slot);
+                }
+            });
+            left
+        });
+        released.await
     }
 }
 
-impl Leftover {
-    fn kind(&self) -> Kind {
-        match self {
-            Leftover::Slot(_) => Kind::Netns,
-            Leftover::Resource(resource) => resource.kind(),
-        }
+/// Counts one try, and tells whether it failed. Only the first few failures of the first round are told one by one.
+fn failed(
+    progress: &watch::Sender<ReclaimProgress>,
+    kind: Kind,
+    what: &dyn std::fmt::Display,
+    released: Result<(), String>,
+) -> bool {
+    let Err(why) = released else {
+        progress.send_modify(|p| p.gone(kind));
+        return false;
+    };
+    progress.send_modify(|p| p.stays(kind));
+    let (state, failures) = {
+        let p = progress.borrow();
+        (p.state, p.failed)
+    };
+    if state == ReclaimState::Running && failures <= NAMED as u64 {
+        tracing::warn!("leftover {what} stays and is tried again: {why}");
+    } else {
+        tracing::debug!("leftover {what} stays: {why}");
     }
-
-    fn words(&self) -> String {
-        match self {
-            Leftover::Slot(slot) => format!("slot {slot}"),
-            Leftover::Resource(resource) => resource.to_string(),
-        }
-    }
+    true
 }

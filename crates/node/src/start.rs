@@ -21,9 +21,10 @@ use crate::sandbox::Begin;
 
 /// Kinds scanned at start. What lives inside a namespace goes with it and needs no scan of its own.
 const SCANNED: [Kind; 4] = [Kind::Netns, Kind::Veth, Kind::Cgroup, Kind::Directory];
-/// How long one scan may take, and how often it is tried.
+/// How long one scan may take.
 const CENSUS: Duration = Duration::from_secs(60);
-const CENSUS_TRIES: u32 = 5;
+/// Back-off between two tries of a scan.
+const CENSUS_RETRY: std::ops::RangeInclusive<Duration> = Duration::from_millis(200)..=Duration::from_secs(5);
 
 impl<H: Host> Engine<H> {
     /// Finds out what is there, adopts what lives, and begins to serve; leftovers are released in the
@@ -82,30 +83,39 @@ impl<H: Host> Engine<H> {
         self.tasks.spawn(async move { engine.context.pool.fill(engine.stop.clone()).await });
         if self.context.config.reclaim.mode == ReclaimMode::Blocking {
             self.phase.send_replace(Phase::Starting("releasing leftovers".into()));
+        } else {
+            self.context.demand.begin();
         }
         self.begin_reclaim(&plan).await;
+        self.context.demand.begin();
         self.phase.send_replace(Phase::Ready);
         Ok(())
     }
 
     /// A census with nothing missing: a number that was not seen counts as free, so a scan cut short would
-    /// free what is in use (law 4).
+    /// free what is in use (law 4). Tried until it succeeds, with the reason in sight: an end of the daemon would
+    /// only repeat the same scan under a supervisor.
     async fn whole_census(&self, kind: Kind) -> Result<Census, EngineError> {
-        let mut tries = CENSUS_TRIES;
+        let mut wait = *CENSUS_RETRY.start();
         loop {
-            tries -= 1;
             let scan = on_host(&self.context.host, move |host| host.census(kind));
             let why = match tokio::time::timeout(CENSUS, scan).await {
                 Ok(Ok(census)) if census.incomplete.is_empty() => return Ok(census),
-                Ok(Ok(census)) => census.incomplete.join("; "),
+                Ok(Ok(census)) => some_of(&census.incomplete),
                 Ok(Err(e)) => chain(&e),
                 Err(_) => format!("not done after {} s", CENSUS.as_secs()),
             };
-            tracing::warn!(%kind, "census is incomplete: {why}");
-            if tries == 0 {
-                return Err(EngineError::Failed(format!("the census of kind {kind} is incomplete: {why}")));
+            let why = format!("the census of kind {kind} is incomplete and taken again: {why}");
+            if wait == *CENSUS_RETRY.start() {
+                tracing::warn!("{why}");
             }
-            tokio::time::sleep(Duration::from_millis(200)).await;
+            self.phase.send_replace(Phase::Starting(why));
+            tokio::select! {
+                () = tokio::time::sleep(wait) => wait = (wait * 2).min(*CENSUS_RETRY.end()),
+                () = self.stop.cancelled() => {
+                    return Err(EngineError::Failed("the daemon ends before the census is whole".into()));
+                }
+            }
         }
     }
 
@@ -176,4 +186,15 @@ impl<H: Host> Engine<H> {
             begin(record, Begin::Found);
         }
     }
+}
+
+/// The first few reasons: a scan of thousands can be cut as often.
+fn some_of(reasons: &[String]) -> String {
+    const NAMED: usize = 3;
+    let more = reasons.len().saturating_sub(NAMED);
+    let mut text = reasons.iter().take(NAMED).map(String::as_str).collect::<Vec<_>>().join("; ");
+    if more > 0 {
+        text.push_str(&format!("; and {more} more"));
+    }
+    text
 }

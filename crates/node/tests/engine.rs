@@ -14,7 +14,7 @@ use hearth_core::lifecycle::SandboxState;
 use hearth_core::network::SlotIndex;
 use hearth_core::resource::{Kind, Resource};
 use hearth_core::steps::Step;
-use hearth_node::{Engine, EngineError, Failpoints, Phase, ReclaimMode, ReclaimState};
+use hearth_node::{Engine, EngineError, Failpoints};
 use hearth_testkit::faults::{Fault, Verb};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -302,22 +302,6 @@ async fn delete_says_gone_only_when_it_is() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_start_on_a_scan_cut_short() {
-    for kind in [Kind::Netns, Kind::Veth, Kind::Cgroup, Kind::Directory] {
-        let bench = Bench::new();
-        bench.host.fail_always(Verb::Census, kind, Fault::Incomplete);
-        let engine = Engine::new(Arc::clone(&bench.host), bench.config(Failpoints::default()));
-        let error = engine.start().await.unwrap_err();
-        assert!(error.to_string().contains(kind.as_str()), "{error}");
-        assert!(matches!(&*engine.phase().borrow(), Phase::Failed(_)));
-        // Once may be bad luck.
-        bench.host.heal();
-        bench.host.fail(Verb::Census, kind, 1, Fault::Incomplete);
-        bench.engine().await.detach().await;
-    }
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_start_without_the_list_of_records() {
     let bench = Bench::new();
     let sandboxes = bench.tmp.path().join("state/t/sandboxes");
@@ -326,43 +310,6 @@ async fn no_start_without_the_list_of_records() {
     let engine = Engine::new(Arc::clone(&bench.host), bench.config(Failpoints::default()));
     assert!(engine.start().await.is_err());
     assert!(bench.leftovers().contains(&Resource::Netns { slot: SlotIndex::new(5).unwrap() }));
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn leftovers_go_as_configured() {
-    let leftovers = || {
-        let slot = SlotIndex::new(77).unwrap();
-        [Resource::Netns { slot }, Resource::Cgroup { name: "zzzzzzzzzzzzzzzz".into() }]
-    };
-    for mode in [ReclaimMode::Off, ReclaimMode::Blocking, ReclaimMode::Background] {
-        let mut bench = Bench::sized("10.12.0.0/24", 0);
-        bench.reclaim = mode;
-        for leftover in leftovers() {
-            bench.host.plant(leftover);
-        }
-        let engine = bench.engine().await;
-        match mode {
-            ReclaimMode::Off => {
-                assert_eq!(engine.reclaim().state, ReclaimState::Off);
-                assert_eq!(engine.slot_counts()["leaked"], 1);
-            }
-            ReclaimMode::Blocking => {
-                assert_eq!(bench.leftovers(), [], "ready before the leftovers were gone");
-                assert_eq!((engine.reclaim().total, engine.reclaim().done), (2, 2));
-            }
-            ReclaimMode::Background => {
-                let done = async {
-                    while engine.reclaim().state != ReclaimState::Done {
-                        tokio::time::sleep(Duration::from_millis(5)).await;
-                    }
-                };
-                tokio::time::timeout(Duration::from_secs(5), done).await.unwrap();
-                assert_eq!(bench.leftovers(), []);
-            }
-        }
-        engine.detach().await;
-        assert_eq!(bench.leftovers().len(), if mode == ReclaimMode::Off { 2 } else { 0 });
-    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -81,10 +81,15 @@ pub(crate) static KEYS: &[Key] = &[
     key!("network.slot_pool", "N", network.slot_pool, "Prepared slots kept ready"),
     key!("network.dns", "IP,…", network.dns, "Name servers of guests"),
     key!("reclaim.mode", "MODE", reclaim.mode, "background, blocking or off: when leftovers are released"),
-    key!("reclaim.parallelism", "N", reclaim.parallelism, "Releases at once"),
+    key!("reclaim.parallelism", "N", reclaim.parallelism, "Releases at once of what is no slot"),
     key!("reclaim.budget_seconds", "N", reclaim.budget_seconds, "Time for blocking mode; 0: no limit"),
     key!("reclaim.budget_count", "N", reclaim.budget_count, "Leftovers for blocking mode; 0: no limit"),
-    key!("reclaim.grace_seconds", "N", reclaim.grace_seconds, "Least age of what is released"),
+    key!(
+        "reclaim.grace_seconds",
+        "N",
+        reclaim.grace_seconds,
+        "From SIGTERM to SIGKILL, for processes left in a slot"
+    ),
     key!("reconcile.interval_seconds", "N", reconcile.interval_seconds, "Time between reconcile passes"),
     key!("reconcile.action", "ACTION", reconcile.action, "clean or report"),
     key!("shutdown.mode", "MODE", shutdown.mode, "detach, drain or kill: sandboxes when the daemon stops"),

@@ -79,11 +79,8 @@ impl<H: Host> Node<H> {
 /// # Errors
 /// If the instance is taken, the port cannot be bound or the configuration does not fit the host.
 pub(crate) fn run(config: &Config) -> anyhow::Result<ExitCode> {
-    let defaults = Config::default();
-    if config.reconcile != defaults.reconcile
-        || config.reclaim.grace_seconds != defaults.reclaim.grace_seconds
-    {
-        tracing::warn!("reconcile.* and reclaim.grace_seconds have no effect in this version");
+    if config.reconcile != Config::default().reconcile {
+        tracing::warn!("reconcile.* has no effect in this version");
     }
     let lock = InstanceLock::acquire(&config.instance_run_dir())?;
     let daemon = Daemon::start(config)?;
@@ -348,6 +345,7 @@ fn engine_config(config: &Config) -> anyhow::Result<EngineConfig> {
                 crate::config::ReclaimMode::Off => ReclaimMode::Off,
             },
             parallelism: usize::try_from(config.reclaim.parallelism)?,
+            grace: Duration::from_secs(config.reclaim.grace_seconds),
             budget: (config.reclaim.budget_seconds > 0)
                 .then(|| Duration::from_secs(config.reclaim.budget_seconds)),
             budget_count: (config.reclaim.budget_count > 0).then_some(config.reclaim.budget_count),

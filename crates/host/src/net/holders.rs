@@ -1,39 +1,50 @@
 //! Who keeps a network namespace alive. Reads `/proc` only.
 
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
-use std::time::{Duration, Instant};
 
-use super::error::{Op, Result};
 use super::netns::NsId;
 use super::rtnl::Rtnl;
 
 /// Holders named in an error; the rest are counted.
 const NAMED: usize = 8;
 
-/// Waits until no process is inside the namespace.
-pub(crate) fn wait_until_free(op: &Op, id: NsId, deadline: Instant) -> Result<()> {
-    let mut pause = Duration::from_millis(2);
-    loop {
-        let found = named(scan(false, |_, found| found == id).map_err(|e| op.io("read /proc", e))?);
-        if found.is_empty() {
-            return Ok(());
-        }
-        if Instant::now() >= deadline {
-            return Err(op.busy(format!("held by {}", found.join(", "))));
-        }
-        std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
-        pause = (pause * 2).min(Duration::from_millis(50));
+/// The processes inside each namespace, by one look at every process.
+///
+/// # Errors
+/// If `/proc` cannot be read: unknown is not empty.
+pub(crate) fn inside() -> io::Result<HashMap<NsId, Vec<u32>>> {
+    let mut found: HashMap<NsId, Vec<u32>> = HashMap::new();
+    scan(false, |pid, _, id| {
+        found.entry(id).or_default().push(pid);
+        false
+    })?;
+    Ok(found)
+}
+
+/// Whether a process is inside a namespace now.
+pub(crate) fn is_inside(pid: u32, id: NsId) -> io::Result<bool> {
+    match fs::metadata(format!("/proc/{pid}/ns/net")) {
+        Ok(m) => Ok((m.dev(), m.ino()) == id),
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => Ok(false),
+        Err(e) => Err(e),
     }
+}
+
+/// A process in words.
+pub(crate) fn describe(pid: u32) -> String {
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    format!("process {pid} ({})", name.trim())
 }
 
 /// Processes inside one of the namespaces, or inside the one this namespace knows as `nsid` (a name that is
 /// already unlinked leaves no inode to compare).
 pub(crate) fn of_any(rtnl: &mut Rtnl, ids: &[NsId], nsid: Option<i32>) -> Vec<String> {
     let mut known: Vec<(NsId, bool)> = ids.iter().map(|id| (*id, true)).collect();
-    let found = scan(true, |path, id| {
+    let found = scan(true, |_, path, id| {
         if let Some((_, hit)) = known.iter().find(|(k, _)| *k == id) {
             return *hit;
         }
@@ -45,7 +56,8 @@ pub(crate) fn of_any(rtnl: &mut Rtnl, ids: &[NsId], nsid: Option<i32>) -> Vec<St
     named(found.unwrap_or_default())
 }
 
-fn named(mut found: Vec<String>) -> Vec<String> {
+/// At most a few by name, the rest as a number.
+pub(crate) fn named(mut found: Vec<String>) -> Vec<String> {
     let more = found.len().saturating_sub(NAMED);
     if more > 0 {
         found.truncate(NAMED);
@@ -55,7 +67,7 @@ fn named(mut found: Vec<String>) -> Vec<String> {
 }
 
 /// Looks at the namespace of every process, or of every thread.
-fn scan(threads: bool, mut hit: impl FnMut(&str, NsId) -> bool) -> io::Result<Vec<String>> {
+fn scan(threads: bool, mut hit: impl FnMut(u32, &str, NsId) -> bool) -> io::Result<Vec<String>> {
     let mut found = Vec::new();
     for process in fs::read_dir("/proc")? {
         let Some(pid) = process?.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
@@ -67,9 +79,8 @@ fn scan(threads: bool, mut hit: impl FnMut(&str, NsId) -> bool) -> io::Result<Ve
         }
         for path in paths {
             match fs::metadata(&path) {
-                Ok(m) if hit(&path, (m.dev(), m.ino())) => {
-                    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-                    found.push(format!("process {pid} ({})", name.trim()));
+                Ok(m) if hit(pid, &path, (m.dev(), m.ino())) => {
+                    found.push(describe(pid));
                     break;
                 }
                 Ok(_) => {}

@@ -36,6 +36,8 @@ const HEADER: usize = 16;
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
 /// Dumps are cut into parts of at most 32 KiB by the kernel.
 const RECEIVE_BYTES: usize = 128 * 1024;
+/// Events of a few thousand links that go at once.
+const EVENT_BYTES: i32 = 16 << 20;
 /// A dump interrupted this often is reported as incomplete.
 const DUMP_TRIES: usize = 4;
 
@@ -117,6 +119,8 @@ impl Reply {
 pub(crate) struct Socket {
     fd: OwnedFd,
     seq: u32,
+    /// Of the last datagram; kept, since events come by the thousand.
+    buffer: Vec<u8>,
 }
 
 struct Header {
@@ -134,7 +138,8 @@ impl Socket {
             return Err(NetlinkError::Socket(io::Error::last_os_error()));
         }
         // SAFETY: `fd` was just returned by socket(2) and nobody else owns it.
-        let socket = Self { fd: unsafe { OwnedFd::from_raw_fd(fd) }, seq: 0 };
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let socket = Self { fd, seq: 0, buffer: vec![0; RECEIVE_BYTES] };
         socket.option(libc::SOL_NETLINK, libc::NETLINK_CAP_ACK, 1)?;
         socket.option(libc::SOL_NETLINK, libc::NETLINK_EXT_ACK, 1)?;
         // Lets a dump of addresses or neighbours be limited to one link; requests must then be exact.
@@ -261,6 +266,36 @@ impl Socket {
         }
     }
 
+    /// Hears of changes of one kind from now on (`RTNLGRP_…` of rtnetlink(7)), with room for a burst.
+    pub(crate) fn join(&self, group: i32) -> Result<()> {
+        if let Err(e) = self.option(libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, EVENT_BYTES) {
+            tracing::trace!(error = %e, "netlink event buffer stays at its size");
+        }
+        // SAFETY: an all-zero sockaddr_nl is valid.
+        let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
+        address.nl_family = libc::AF_NETLINK as libc::sa_family_t;
+        let len = size_of::<libc::sockaddr_nl>() as libc::socklen_t;
+        // SAFETY: pointer and length describe `address`, which outlives the call; port 0 lets the kernel choose.
+        if unsafe { libc::bind(self.fd.as_raw_fd(), (&raw const address).cast(), len) } != 0 {
+            return Err(NetlinkError::Socket(io::Error::last_os_error()));
+        }
+        self.option(libc::SOL_NETLINK, libc::NETLINK_ADD_MEMBERSHIP, group)
+    }
+
+    /// Waits for the next events, at most until `deadline`, and hands them out with those that are there
+    /// already. False if events were lost, so that what is waited for must be looked at again.
+    pub(crate) fn events(&mut self, deadline: Instant, mut each: impl FnMut(u16, &[u8])) -> Result<bool> {
+        let mut until = deadline;
+        loop {
+            match self.receive(until, |header, body| each(header.kind, body)) {
+                Ok(()) => until = Instant::now(),
+                Err(NetlinkError::NoAnswer) => return Ok(true),
+                Err(NetlinkError::Socket(e)) if e.raw_os_error() == Some(libc::ENOBUFS) => return Ok(false),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
     /// Sends an nfnetlink transaction: all of it takes effect or none. `messages` must begin with the batch
     /// begin message and end with the batch end message.
     pub(crate) fn transaction(&mut self, messages: Vec<Message>) -> Result<()> {
@@ -320,19 +355,19 @@ impl Socket {
     }
 
     /// Receives one datagram and hands out its messages.
-    fn receive(&self, deadline: Instant, mut each: impl FnMut(Header, &[u8])) -> Result<()> {
-        let mut buffer = vec![0u8; RECEIVE_BYTES];
+    fn receive(&mut self, deadline: Instant, mut each: impl FnMut(Header, &[u8])) -> Result<()> {
         let n = loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(NetlinkError::NoAnswer);
-            }
             let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-            let ms = i32::try_from(left.as_millis()).unwrap_or(i32::MAX).max(1);
+            // Rounded up; past the deadline what is there already still counts.
+            let ms = i32::try_from(left.as_micros().div_ceil(1000)).unwrap_or(i32::MAX);
             // SAFETY: one valid pollfd, count one.
             let ready = unsafe { libc::poll(&raw mut poll, 1, ms) };
             if ready < 0 && io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
                 return Err(NetlinkError::Socket(io::Error::last_os_error()));
+            }
+            if ready == 0 && left.is_zero() {
+                return Err(NetlinkError::NoAnswer);
             }
             if ready <= 0 {
                 continue;
@@ -343,8 +378,8 @@ impl Socket {
                 let mut len = size_of::<libc::sockaddr_nl>() as libc::socklen_t;
                 let n = libc::recvfrom(
                     self.fd.as_raw_fd(),
-                    buffer.as_mut_ptr().cast(),
-                    buffer.len(),
+                    self.buffer.as_mut_ptr().cast(),
+                    self.buffer.len(),
                     libc::MSG_TRUNC | libc::MSG_DONTWAIT,
                     (&raw mut from).cast(),
                     &raw mut len,
@@ -354,7 +389,9 @@ impl Socket {
             match usize::try_from(n) {
                 // Only the kernel (port 0) is believed.
                 Ok(_) if from != 0 => {}
-                Ok(n) if n > buffer.len() => return Err(NetlinkError::Malformed("an answer was cut short")),
+                Ok(n) if n > self.buffer.len() => {
+                    return Err(NetlinkError::Malformed("an answer was cut short"));
+                }
                 Ok(n) => break n,
                 Err(_) => {
                     let e = io::Error::last_os_error();
@@ -364,7 +401,7 @@ impl Socket {
                 }
             }
         };
-        let mut rest = &buffer[..n];
+        let mut rest = &self.buffer[..n];
         while rest.len() >= HEADER {
             let len = read_u32(rest).unwrap_or(0) as usize;
             let (Some(kind), Some(flags), Some(seq)) =

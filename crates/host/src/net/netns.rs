@@ -20,9 +20,7 @@ use rustix::mount::{MountPropagationFlags, UnmountFlags};
 use rustix::thread::{LinkNameSpaceType, UnshareFlags};
 
 use super::error::{Op, Result};
-use super::holders;
-use super::rtnl::{Rtnl, set_alias, set_up};
-use super::veth;
+use super::rtnl::{Rtnl, set_up};
 
 /// Where `ip netns` keeps namespaces.
 pub const DIRECTORY: &str = "/run/netns";
@@ -137,84 +135,52 @@ pub fn ensure(layout: &SlotLayout, slot: SlotIndex) -> Result<()> {
     })
 }
 
-/// Removes the slot's namespace: unmount, unlink, wait until it is seen gone. The witness is the host's end of
-/// the slot's veth, which dies with the namespace; where there is none, or only a stranger of its name, processes
-/// inside are looked for first.
-/// A tap or socket held from another namespace is visible only through the veth.
+/// Takes the namespace's name away, layer by layer, and tells what it stood for. The namespace dies when nothing
+/// holds it any more, which is not waited for. `known` was just looked at: it takes the short way.
 ///
 /// # Errors
-/// Busy with the holders' names, or Deadline, if it still lives after `within`; Foreign as for [`ensure`].
-pub fn release(layout: &SlotLayout, slot: SlotIndex, within: Duration) -> Result<()> {
-    let deadline = Instant::now() + within;
-    let path = path(layout, slot);
-    let op = Op::new("release", format!("netns {}", layout.netns(slot)));
-    let mut rtnl = Rtnl::open().map_err(|e| op.netlink("open a route socket", e))?;
-    let veth = layout.veth(slot);
-    let mut witness = rtnl.link(&veth).map_err(|e| op.netlink(&format!("look for {veth}"), e))?;
-    if let Some(w) = &witness
-        && veth::stranger(&op, &mut rtnl, layout, slot, w)?.is_some()
-    {
-        witness = None;
-    }
+/// Foreign as for [`ensure`]; Refused if too many are stacked.
+pub(crate) fn unlink(op: &Op, path: &Path, known: Option<NsId>) -> Result<Vec<NsId>> {
     let mut ids = Vec::new();
-    for layer in 0.. {
-        match look(&op, &path)? {
-            Place::Absent => break,
+    if let Some(known) = known
+        && fs::symlink_metadata(path).is_ok_and(|m| (m.dev(), m.ino()) == known)
+    {
+        detach(op, path)?;
+        ids.push(known);
+        // Below it lies the empty file, or something that is looked at first.
+        let empty =
+            fs::symlink_metadata(path).is_ok_and(|m| m.is_file() && m.len() == 0 && m.dev() != known.0);
+        if empty && fs::remove_file(path).is_ok() {
+            return Ok(ids);
+        }
+    }
+    loop {
+        match look(op, path)? {
+            Place::Absent => return Ok(ids),
             Place::Foreign(why) => return Err(op.foreign(why)),
-            Place::Half => {
-                match fs::remove_file(&path) {
-                    Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                        return Err(op.io(&format!("unlink {}", path.display()), e));
-                    }
-                    _ => break,
-                };
-            }
-            Place::Namespace(..) if layer == STACK_LIMIT => {
-                return Err(
-                    op.refused(format!("over {STACK_LIMIT} mounts are stacked on {}", path.display()))
-                );
+            Place::Half => match fs::remove_file(path) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                    return Err(op.io(&format!("unlink {}", path.display()), e));
+                }
+                _ => return Ok(ids),
+            },
+            Place::Namespace(..) if ids.len() == STACK_LIMIT => {
+                let why = format!("over {STACK_LIMIT} mounts are stacked on {}", path.display());
+                return Err(op.refused(why));
             }
             Place::Namespace(fd, id) => {
                 // An open descriptor would keep it alive.
                 drop(fd);
-                match &witness {
-                    // Routes first: the kernel's own clean-up of them is what makes large teardowns quadratic.
-                    Some(w) if ids.is_empty() => {
-                        if w.alias != layout.netns(slot) {
-                            // What proves it ours is about to go; the next try needs a proof if this one fails.
-                            rtnl.apply(vec![set_alias(w.index, &layout.netns(slot))], &[libc::ENODEV])
-                                .map_err(|e| op.netlink(&format!("mark {veth}"), e))?;
-                        }
-                        rtnl.addresses(w.index)
-                            .and_then(|list| rtnl.delete_addresses(w.index, &list))
-                            .map_err(|e| op.netlink(&format!("remove the address of {veth}"), e))?;
-                    }
-                    Some(_) => {}
-                    None => holders::wait_until_free(&op, id, deadline)?,
-                }
+                detach(op, path)?;
                 ids.push(id);
-                rustix::mount::unmount(&path, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW)
-                    .map_err(|e| op.io(&format!("unmount {}", path.display()), e.into()))?;
             }
         }
     }
-    // The name of a dying link stays taken for milliseconds to seconds.
-    let mut pause = Duration::from_millis(1);
-    while let Some(w) = witness {
-        if Instant::now() >= deadline {
-            let why = format!("its link {veth} is still there after {within:?}");
-            return Err(match holders::of_any(&mut rtnl, &ids, w.peer_nsid).as_slice() {
-                [] => op.deadline(format!("{why}; no process is inside, a descriptor elsewhere may hold it")),
-                list => op.busy(format!("{why}; held by {}", list.join(", "))),
-            });
-        }
-        std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
-        pause = (pause * 2).min(Duration::from_millis(20));
-        // Another index is another link: the one that was our witness is gone.
-        let now = rtnl.link(&veth).map_err(|e| op.netlink(&format!("look for {veth}"), e))?;
-        witness = now.filter(|l| l.index == w.index);
-    }
-    Ok(())
+}
+
+fn detach(op: &Op, path: &Path) -> Result<()> {
+    rustix::mount::unmount(path, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW)
+        .map_err(|e| op.io(&format!("unmount {}", path.display()), e.into()))
 }
 
 /// Runs `f` on a fresh thread inside the namespace at `path`; the thread ends afterwards.

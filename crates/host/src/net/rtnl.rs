@@ -3,6 +3,7 @@
 
 use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Instant;
 
 use super::attr::{Message, read_be32, read_i32, read_u32};
 use super::netlink::{F_CREATE, F_EXCL, F_REPLACE, NetlinkError, ROUTE, Reply, Result, Socket, tolerate};
@@ -12,7 +13,6 @@ const RTM_DELLINK: u16 = 17;
 const RTM_GETLINK: u16 = 18;
 const RTM_NEWADDR: u16 = 20;
 const RTM_DELADDR: u16 = 21;
-const RTM_GETADDR: u16 = 22;
 const RTM_NEWROUTE: u16 = 24;
 const RTM_GETROUTE: u16 = 26;
 const RTM_NEWNEIGH: u16 = 28;
@@ -40,8 +40,9 @@ const IFLA_INET6_ADDR_GEN_MODE: u16 = 8;
 const IN6_ADDR_GEN_MODE_NONE: u8 = 1;
 const RTEXT_FILTER_SKIP_STATS: u32 = 1 << 3;
 
+const RTNLGRP_LINK: i32 = 1;
+
 const IFINFO: usize = 16;
-const IFADDR: usize = 8;
 const RTMSG: usize = 12;
 const NDMSG: usize = 12;
 const AF_INET: u8 = 2;
@@ -140,6 +141,11 @@ pub(crate) fn add_address(index: u32, ip: Ipv4Addr, prefix_len: u8) -> Message {
     address(RTM_NEWADDR, F_CREATE | F_EXCL, index, ip, prefix_len)
 }
 
+/// Deletes an address; `EADDRNOTAVAIL` means it was gone, `ENODEV` that its link is.
+pub(crate) fn delete_address(index: u32, ip: Ipv4Addr, prefix_len: u8) -> Message {
+    address(RTM_DELADDR, 0, index, ip, prefix_len)
+}
+
 /// Sets the default route.
 pub(crate) fn default_route(index: u32, via: Ipv4Addr) -> Message {
     Message::new(RTM_NEWROUTE, F_CREATE | F_REPLACE)
@@ -170,6 +176,11 @@ impl Rtnl {
     /// Works off messages; the first error that is not in `tolerated` counts.
     pub(crate) fn apply(&mut self, messages: Vec<Message>, tolerated: &[i32]) -> Result<()> {
         self.0.requests(messages)?.into_iter().try_for_each(|r| tolerate(r, tolerated))
+    }
+
+    /// Works off messages past every error; one result each.
+    pub(crate) fn each(&mut self, messages: Vec<Message>) -> Result<Vec<Result<()>>> {
+        self.0.requests(messages)
     }
 
     /// The link with this name.
@@ -227,30 +238,6 @@ impl Rtnl {
         )
     }
 
-    /// IPv4 addresses of one link.
-    pub(crate) fn addresses(&mut self, index: u32) -> Result<Vec<(Ipv4Addr, u8)>> {
-        let ask = Message::new(RTM_GETADDR, 0).raw(&[AF_INET, 0, 0, 0]).raw(&index.to_ne_bytes());
-        let replies = match self.0.dump(&ask) {
-            // Answer of kernels for a link that just went.
-            Err(e) if e.errno() == Some(libc::ENODEV) => return Ok(Vec::new()),
-            other => other?,
-        };
-        let of_link = |r: &&Reply| {
-            r.kind == RTM_NEWADDR && r.body.get(4..).and_then(read_u32) == Some(index) && r.body[0] == AF_INET
-        };
-        Ok(replies
-            .iter()
-            .filter(of_link)
-            .filter_map(|r| Some((r.attrs(IFADDR).ip(libc::IFA_LOCAL)?, r.body[1])))
-            .collect())
-    }
-
-    /// Deletes addresses; those gone are as good.
-    pub(crate) fn delete_addresses(&mut self, index: u32, list: &[(Ipv4Addr, u8)]) -> Result<()> {
-        let messages = list.iter().map(|(ip, len)| address(RTM_DELADDR, 0, index, *ip, *len)).collect();
-        self.apply(messages, &[libc::EADDRNOTAVAIL, libc::ENODEV])
-    }
-
     /// All IPv4 routes of all tables.
     pub(crate) fn routes(&mut self) -> Result<Vec<Route>> {
         let ask = Message::new(RTM_GETROUTE, 0).raw(&[AF_INET]).raw(&[0; RTMSG - 1]);
@@ -298,6 +285,32 @@ impl Rtnl {
         }
         let id = reply.attrs(4).get(NETNSA_NSID).and_then(read_i32);
         Ok(id.filter(|id| *id >= 0))
+    }
+}
+
+/// Tells of links of this namespace as they go.
+#[derive(Debug)]
+pub(crate) struct LinkEvents(Socket);
+
+impl LinkEvents {
+    /// Hears of every link that goes from now on.
+    pub(crate) fn open() -> Result<Self> {
+        let socket = Socket::open(ROUTE)?;
+        socket.join(RTNLGRP_LINK)?;
+        Ok(Self(socket))
+    }
+
+    /// Waits for links to go, at most until `deadline`, and tells their indexes. False if events were lost.
+    pub(crate) fn gone(&mut self, deadline: Instant, mut each: impl FnMut(u32)) -> Result<bool> {
+        self.0.events(deadline, |kind, body| {
+            // Bridges tell of their ports with a family of their own; only AF_UNSPEC is the link itself.
+            if kind == RTM_DELLINK
+                && body.first() == Some(&0)
+                && let Some(index) = body.get(4..).and_then(read_u32)
+            {
+                each(index);
+            }
+        })
     }
 }
 

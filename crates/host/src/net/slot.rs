@@ -1,10 +1,15 @@
-//! A slot as a whole: putting a used one back into the state its parts were made in.
+//! A slot as a whole: putting a used one back into the state its parts were made in, and removing many.
+
+mod held;
+mod release;
 
 use hearth_core::network::{SlotIndex, SlotLayout, UPLINK_NAME};
 
 use super::error::{Op, Result};
 use super::rtnl::Rtnl;
 use super::{netns, sandbox_firewall, tap};
+
+pub use release::{OwnProcesses, release, release_one};
 
 /// Fresh rules, no connection tracked, no neighbour learnt, an empty tap queue. Call it when every process of the
 /// former owner was seen gone.

@@ -20,7 +20,7 @@ use super::netns::{self, Place};
 use super::rtnl::{self, Link, Rtnl};
 
 /// Both ends share a /31 (RFC 3021).
-const PREFIX_LEN: u8 = 31;
+pub(crate) const PREFIX_LEN: u8 = 31;
 
 /// Lists the host ends of this instance's pairs, by one dump of links without their counters. Only an end without
 /// our alias costs more.

@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 #![allow(unsafe_code)] // unshare and the tun ioctl.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -11,10 +12,10 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use hearth_core::host::{Census, HostError};
+use hearth_core::host::{Census, HostError, SlotRelease};
 use hearth_core::network::{SlotIndex, SlotLayout};
 use hearth_core::resource::Resource;
-use hearth_host::net::{netns, sandbox_firewall, tap, veth};
+use hearth_host::net::{netns, sandbox_firewall, slot, tap, veth};
 use rustix::mount::{MountFlags, MountPropagationFlags};
 use rustix::thread::UnshareFlags;
 
@@ -87,7 +88,7 @@ impl Lab {
     pub fn release_part(&self, part: &Resource, within: Duration) -> Result<(), HostError> {
         let l = &self.layout;
         match part {
-            Resource::Netns { slot } => netns::release(l, *slot, within),
+            Resource::Netns { slot } => release_slot(l, *slot, within),
             Resource::Veth { slot } => veth::release(l, *slot, within),
             Resource::Tap { slot } => tap::release(l, *slot, within),
             Resource::SandboxFirewall { slot } => sandbox_firewall::release(l, *slot, within),
@@ -110,6 +111,13 @@ impl Lab {
     pub fn in_slot(&self, n: u32) -> String {
         self.layout.netns(slot(n))
     }
+}
+
+/// Removes one slot; no process counts as this instance's.
+pub fn release_slot(layout: &SlotLayout, slot: SlotIndex, within: Duration) -> Result<(), HostError> {
+    let (spared, batch) = (BTreeSet::new(), || 1);
+    let order = SlotRelease { within, grace: within, spared: &spared, batch: &batch };
+    slot::release_one(layout, slot, &order, &|| Ok(BTreeMap::new()))
 }
 
 pub fn complete(census: Census) -> Vec<(Resource, String)> {

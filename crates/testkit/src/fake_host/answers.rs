@@ -5,7 +5,9 @@ use std::os::fd::OwnedFd;
 use std::sync::PoisonError;
 use std::time::Duration;
 
-use hearth_core::host::{Census, ErrorClass, Host, HostError, Sighting, SpawnSpec, Spawned};
+use hearth_core::host::{
+    Census, ErrorClass, Host, HostError, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
+};
 use hearth_core::network::SlotIndex;
 use hearth_core::process::{Liveness, ProcessIdentity};
 use hearth_core::resource::{Kind, Resource};
@@ -92,6 +94,23 @@ impl Host for FakeHost {
             self.remove(&mut inner, resource)?;
         }
         after(Verb::Release, &what, fault)
+    }
+
+    fn release_slots(&self, slots: &[SlotIndex], order: &SlotRelease<'_>, seen: &mut SlotSeen<'_>) {
+        let mut waiting = slots;
+        while !waiting.is_empty() {
+            let (batch, rest) = waiting.split_at((order.batch)().min(waiting.len()));
+            if batch.is_empty() {
+                return;
+            }
+            waiting = rest;
+            for slot in batch {
+                // Past every error, as the kernel host does; the first tells.
+                let parts = Resource::of_slot(*slot);
+                let results: Vec<_> = parts.iter().map(|part| self.release(part, order.within)).collect();
+                seen(*slot, results.into_iter().collect());
+            }
+        }
     }
 
     fn reset_slot(&self, slot: SlotIndex) -> Result<(), HostError> {

@@ -1,0 +1,149 @@
+//! How far the release of leftovers is: one value that everybody may read.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use hearth_core::resource::Kind;
+
+/// How far the release of leftovers is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReclaimProgress {
+    /// Where it is.
+    pub state: ReclaimState,
+    /// Leftovers found at start.
+    pub total: u64,
+    /// Released since.
+    pub done: u64,
+    /// Failed in the first round; tried again.
+    pub failed: u64,
+    /// When the release began.
+    pub began: Option<Instant>,
+    /// The same by kind. A slot counts as one `netns`.
+    pub kinds: BTreeMap<Kind, KindProgress>,
+}
+
+/// The leftovers of one kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct KindProgress {
+    /// There now, without an owner. The only good value is 0.
+    pub leaked: u64,
+    /// Of these, tried without success; tried again.
+    pub stuck: u64,
+    /// Released since the start of the daemon.
+    pub reclaimed: u64,
+    /// Tries without success since the start of the daemon.
+    pub failures: u64,
+}
+
+impl ReclaimProgress {
+    /// How long the rest of the first round will take at the rate so far; `None` while there is no rate or no
+    /// round.
+    #[must_use]
+    pub fn estimate(&self) -> Option<Duration> {
+        let tried = self.done + self.failed;
+        if self.state != ReclaimState::Running || tried == 0 {
+            return None;
+        }
+        let rest = self.total.saturating_sub(tried);
+        #[expect(clippy::cast_precision_loss, reason = "an estimate")]
+        let share = rest as f64 / tried as f64;
+        Duration::try_from_secs_f64(self.began?.elapsed().as_secs_f64() * share).ok()
+    }
+}
+
+/// Where the release of leftovers is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReclaimState {
+    /// The census is not done.
+    Scanning,
+    /// Leftovers are being released.
+    Running,
+    /// The first round is over.
+    Done,
+    /// Leftovers are only reported.
+    Off,
+}
+
+impl ReclaimState {
+    /// The word for it, as in `/health`.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            ReclaimState::Scanning => "scanning",
+            ReclaimState::Running => "running",
+            ReclaimState::Done => "done",
+            ReclaimState::Off => "off",
+        }
+    }
+}
+
+impl Default for ReclaimProgress {
+    fn default() -> Self {
+        Self {
+            state: ReclaimState::Scanning,
+            total: 0,
+            done: 0,
+            failed: 0,
+            began: None,
+            kinds: BTreeMap::new(),
+        }
+    }
+}
+
+impl ReclaimProgress {
+    /// Leftovers were found and are being released, or only reported.
+    pub(crate) fn found(&mut self, state: ReclaimState, found: impl Iterator<Item = Kind>) {
+        for kind in found {
+            self.total += 1;
+            self.kinds.entry(kind).or_default().leaked += 1;
+        }
+        self.state = state;
+        self.began = (state == ReclaimState::Running).then(Instant::now);
+    }
+
+    /// One is gone.
+    pub(crate) fn gone(&mut self, kind: Kind) {
+        self.done += u64::from(self.done < self.total);
+        let kind = self.kinds.entry(kind).or_default();
+        kind.leaked = kind.leaked.saturating_sub(1);
+        kind.reclaimed += 1;
+        kind.stuck = kind.stuck.min(kind.leaked);
+    }
+
+    /// One did not go.
+    pub(crate) fn stays(&mut self, kind: Kind) {
+        let first_round = self.state == ReclaimState::Running;
+        self.failed += u64::from(first_round);
+        let kind = self.kinds.entry(kind).or_default();
+        kind.failures += 1;
+        kind.stuck = (kind.stuck + u64::from(first_round)).min(kind.leaked);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_goes_and_what_stays_is_counted_by_kind() {
+        let mut p = ReclaimProgress::default();
+        p.found(ReclaimState::Running, [Kind::Netns, Kind::Netns, Kind::Netns, Kind::Cgroup].into_iter());
+        p.gone(Kind::Cgroup);
+        p.gone(Kind::Netns);
+        p.stays(Kind::Netns);
+        assert_eq!((p.total, p.done, p.failed), (4, 2, 1));
+        assert!(p.estimate().is_some());
+        let netns = p.kinds[&Kind::Netns];
+        assert_eq!((netns.leaked, netns.stuck, netns.reclaimed, netns.failures), (2, 1, 1, 1));
+        p.gone(Kind::Netns);
+        p.state = ReclaimState::Done;
+        assert_eq!(p.estimate(), None);
+        // Later rounds count tries, and no leftover twice.
+        p.stays(Kind::Netns);
+        let netns = p.kinds[&Kind::Netns];
+        assert_eq!((p.failed, netns.leaked, netns.stuck, netns.failures), (1, 1, 1, 2));
+        p.gone(Kind::Netns);
+        let netns = p.kinds[&Kind::Netns];
+        assert_eq!((p.done, netns.leaked, netns.stuck, netns.reclaimed), (4, 0, 0, 3));
+    }
+}
