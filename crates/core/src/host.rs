@@ -147,6 +147,13 @@ pub trait Host: Send + Sync + 'static {
     /// If the slot is not whole; release it then.
     fn reset_slot(&self, slot: SlotIndex) -> Result<(), HostError>;
 
+    /// What on this host stands in the way of this instance's names and addresses, in words with what to do;
+    /// nothing if nothing does.
+    ///
+    /// # Errors
+    /// If it cannot be looked at.
+    fn conflict(&self) -> Result<Option<String>, HostError>;
+
     /// Starts a program inside an existing cgroup (`clone3` with `CLONE_INTO_CGROUP`).
     ///
     /// # Errors

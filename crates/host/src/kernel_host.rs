@@ -228,6 +228,22 @@ impl Host for KernelHost {
         net::slot::reset(&self.config.layout, slot)
     }
 
+    fn conflict(&self) -> Result<Option<String>, HostError> {
+        let layout = &self.config.layout;
+        let links = net::links::Links::of(layout)?;
+        if let Some(who) = net::host_firewall::prefix_conflict(layout, &links)? {
+            return Ok(Some(format!("network.veth_prefix {}: {who}", layout.veth_prefix)));
+        }
+        let routes = net::routes::overlapping(layout, &links)?;
+        Ok((!routes.is_empty()).then(|| {
+            let routes = routes.join(", ");
+            format!(
+                "network.cidr {} overlaps routes of this host: {routes}; choose another with --cidr",
+                layout.cidr
+            )
+        }))
+    }
+
     fn spawn(&self, spec: &SpawnSpec) -> Result<Spawned, HostError> {
         let cgroup = self.cgroups.open(&spec.cgroup)?;
         let fds = standard_descriptors(&spec.log)

@@ -11,6 +11,7 @@ use hearth_core::host::ErrorClass;
 use hearth_core::network::SlotLayout;
 use hearth_core::resource::Resource;
 use hearth_host::net::host_firewall;
+use hearth_host::net::links::Links;
 use net_support::{WITHIN, ip, nft, on_a_host, run};
 
 const FORWARD: &str = "/proc/sys/net/ipv4/ip_forward";
@@ -150,10 +151,14 @@ fn a_damaged_record_is_an_error_and_the_rest_still_goes() {
     });
 }
 
+fn prefix_conflict(layout: &SlotLayout) -> Option<String> {
+    host_firewall::prefix_conflict(layout, &Links::of(layout).unwrap()).unwrap()
+}
+
 #[test]
 fn a_prefix_that_meets_another_instances_is_a_conflict() {
     on_a_host("a_prefix_that_meets_another_instances_is_a_conflict", |lab| {
-        let conflict = || host_firewall::prefix_conflict(&lab.layout).unwrap();
+        let conflict = || prefix_conflict(&lab.layout);
         let with = |prefix: &str| SlotLayout {
             instance: "other-1".parse().unwrap(),
             veth_prefix: prefix.parse().unwrap(),
@@ -176,7 +181,7 @@ fn a_prefix_that_meets_another_instances_is_a_conflict() {
                 }
                 None => assert!(!meets, "{prefix}"),
             }
-            assert_eq!(host_firewall::prefix_conflict(&with(prefix)).unwrap().is_some(), meets, "{prefix}");
+            assert_eq!(prefix_conflict(&with(prefix)).is_some(), meets, "{prefix}");
         }
         host_firewall::release(&with("hta"), &record, WITHIN).unwrap();
         assert_eq!(conflict(), None);

@@ -10,8 +10,8 @@ use std::time::Duration;
 use hearth_core::host::ErrorClass;
 use hearth_core::network::SlotLayout;
 use hearth_core::resource::Resource;
-use hearth_host::net::{netns, routes, veth};
-use net_support::{Lab, WITHIN, complete, inside, ip, on_a_host, open_tap, release_slot, slot};
+use hearth_host::net::{netns, veth};
+use net_support::{Lab, WITHIN, complete, inside, ip, on_a_host, open_tap, overlapping, release_slot, slot};
 
 /// The alias `ip` shows for the host's end of a slot.
 fn alias(lab: &Lab, n: u32) -> Option<String> {
@@ -174,11 +174,11 @@ fn a_half_made_pair_is_marked_before_its_namespace_loses_its_name() {
 fn a_strangers_veth_does_not_hide_its_routes() {
     on_a_host("a_strangers_veth_does_not_hide_its_routes", |lab| {
         lab.ensure(1);
-        assert_eq!(routes::overlapping(&lab.layout).unwrap(), Vec::<String>::new());
+        assert_eq!(overlapping(&lab.layout).unwrap(), Vec::<String>::new());
         ip("link add hth9 type veth peer name op9");
         ip("addr add 10.12.0.18/31 dev hth9");
         ip("link set hth9 up");
-        let found = routes::overlapping(&lab.layout).unwrap();
+        let found = overlapping(&lab.layout).unwrap();
         assert!(!found.is_empty() && found.iter().all(|f| f.contains("hth9")), "{found:?}");
         lab.release(1);
     });

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use hearth_core::host::ErrorClass;
 use hearth_core::resource::{Kind, Resource};
-use hearth_host::net::{netns, routes, slot as slots, tap, veth};
-use net_support::{Lab, WITHIN, complete, ip, on_a_host, release_slot, run, slot};
+use hearth_host::net::{netns, slot as slots, tap, veth};
+use net_support::{Lab, WITHIN, complete, ip, on_a_host, overlapping, release_slot, run, slot};
 
 /// What `ip` and `nft` say about a whole slot, for comparing.
 fn picture(lab: &Lab, n: u32) -> String {
@@ -226,13 +226,13 @@ fn a_slot_that_is_not_whole_is_not_reset() {
 fn overlapping_routes_are_named() {
     on_a_host("overlapping_routes_are_named", |lab| {
         lab.ensure(1);
-        assert_eq!(routes::overlapping(&lab.layout).unwrap(), Vec::<String>::new());
+        assert_eq!(overlapping(&lab.layout).unwrap(), Vec::<String>::new());
         ip("link add wan0 type bridge");
         ip("link set wan0 up");
         ip("addr add 10.12.7.1/24 dev wan0");
         ip("route add 10.0.0.0/8 via 10.12.7.9");
         ip("route add default via 10.12.7.9");
-        let found = routes::overlapping(&lab.layout).unwrap();
+        let found = overlapping(&lab.layout).unwrap();
         assert!(found.contains(&"route to 10.0.0.0/8 via 10.12.7.9 on wan0".to_owned()), "{found:?}");
         assert!(found.contains(&"own address 10.12.7.1/32 on wan0".to_owned()), "{found:?}");
         assert!(found.iter().all(|f| f.contains("wan0")), "{found:?}");

@@ -118,11 +118,6 @@ impl<H: Host> Engine<H> {
         })
     }
 
-    /// Gives up the start: the reason is told to everybody who asks.
-    pub fn fail(&self, why: String) {
-        self.phase.send_replace(Phase::Failed(why));
-    }
-
     /// Follows the phase.
     #[must_use]
     pub fn phase(&self) -> watch::Receiver<Phase> {

@@ -31,7 +31,8 @@ impl<H: Host> Engine<H> {
     /// background.
     ///
     /// # Errors
-    /// If the host firewall cannot be made or the records cannot be listed. The phase is then `Failed`.
+    /// If the host firewall cannot be made, the records cannot be listed, or something on the host is in the way.
+    /// The phase is then `Failed`.
     pub async fn start(self: &Arc<Self>) -> Result<(), EngineError> {
         let started = self.try_start().await;
         if let Err(e) = &started {
@@ -45,7 +46,14 @@ impl<H: Host> Engine<H> {
         let records = self.context.records.clone();
         let loaded = blocking(move || records.load());
         let scans = SCANNED.map(|kind| self.whole_census(kind));
-        let (loaded, scans) = futures::join!(loaded, futures::future::join_all(scans));
+        let conflict = on_host(&self.context.host, |host| host.conflict());
+        let (loaded, conflict, scans) = futures::join!(loaded, conflict, futures::future::join_all(scans));
+        match conflict {
+            Ok(None) => {}
+            Ok(Some(why)) => return Err(EngineError::Failed(why)),
+            // Each `ensure` looks again, at one thing at a time.
+            Err(e) => tracing::warn!("cannot look for conflicts on this host: {}", chain(&e)),
+        }
         let loaded = loaded.map_err(|e| {
             EngineError::Failed(format!("records cannot be listed, so nothing can be decided: {e}"))
         })?;

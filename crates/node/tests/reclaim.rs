@@ -79,6 +79,19 @@ async fn a_daemon_told_to_end_does_not_wait_for_a_scan() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_conflict_ends_the_start_before_anything_is_released() {
+    let bench = Bench::new();
+    plant_slots(&bench, 1..=3);
+    bench.host.plant_conflict("network.cidr 10.12.0.0/24 overlaps a route");
+    let engine = Engine::new(Arc::clone(&bench.host), bench.config(Failpoints::default()));
+    let error = engine.start().await.unwrap_err();
+    assert!(error.to_string().contains("overlaps a route"), "{error}");
+    assert!(matches!(&*engine.phase().borrow(), Phase::Failed(why) if why.contains("overlaps a route")));
+    engine.detach().await;
+    assert_eq!(bench.leftovers().len(), 3 * 4);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_does_not_go_is_told_apart_and_tried_again() {
     let bench = Bench::sized("10.12.0.0/24", 0);
     plant_slots(&bench, 1..=20);

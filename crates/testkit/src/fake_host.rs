@@ -57,6 +57,7 @@ struct Inner {
     processes: BTreeMap<u32, (ProcessHandle, String)>,
     foreign: HashMap<Resource, String>,
     unknown: BTreeMap<u32, String>,
+    conflict: Option<String>,
     faults: Faults,
     calls: Vec<Call>,
     resets: BTreeMap<SlotIndex, u32>,
@@ -146,6 +147,11 @@ impl FakeHost {
         } else {
             self.lock().things.insert(resource, true);
         }
+    }
+
+    /// From now on something on the host stands in this instance's way.
+    pub fn plant_conflict(&self, why: &str) {
+        self.lock().conflict = Some(why.to_owned());
     }
 
     /// From now on nobody can say whether the process with this pid lives; `None`: they can again.

@@ -242,7 +242,7 @@ fn ip_forward() -> Check {
 
 fn overlap(layout: &SlotLayout) -> Check {
     let todo = "choose another network.cidr (HEARTH_NETWORK_CIDR)";
-    match net::routes::overlapping(layout) {
+    match net::links::Links::of(layout).and_then(|links| net::routes::overlapping(layout, &links)) {
         Ok(routes) if routes.is_empty() => ok("addresses", format!("{} is free", layout.cidr)),
         Ok(routes) => fail("addresses", format!("{} overlaps {}", layout.cidr, routes.join(", ")), todo),
         Err(e) => warn("addresses", e.to_string(), "none; the daemon looks for itself at start"),

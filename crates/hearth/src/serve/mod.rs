@@ -159,8 +159,7 @@ impl Daemon {
         });
         let front = Front::start(listener, app(Arc::clone(&node), config.token.clone()))?;
         let starting = Arc::clone(&node);
-        let layout = config.slot_layout();
-        node.spawn(async move { start_engine(&starting, layout).await });
+        node.spawn(async move { start_engine(&starting).await });
         Ok(Self { address, runtime, node, front, host, _claim: claim })
     }
 
@@ -207,12 +206,7 @@ impl Daemon {
     }
 }
 
-async fn start_engine(node: &Node<KernelHost>, layout: hearth_core::network::SlotLayout) {
-    match tokio::task::spawn_blocking(move || collision(&layout)).await {
-        Ok(None) => {}
-        Ok(Some(why)) => node.engine.fail(why),
-        Err(e) => tracing::warn!("cannot look for collisions on this host: {e}"),
-    }
+async fn start_engine(node: &Node<KernelHost>) {
     let mut phase = node.engine.phase();
     let follow = async {
         loop {
@@ -226,35 +220,9 @@ async fn start_engine(node: &Node<KernelHost>, layout: hearth_core::network::Slo
             }
         }
     };
-    let start = async {
-        if !matches!(&*node.engine.phase().borrow(), Phase::Failed(_)) {
-            // The phase tells its failure.
-            drop(node.engine.start().await);
-        }
-    };
+    // The phase tells its failure.
+    let start = async { drop(node.engine.start().await) };
     futures::join!(start, follow);
-}
-
-/// What on this host stands in the way of the configured names and addresses. What cannot be looked at is
-/// told and does not count: the census and `ensure` look again, one thing at a time.
-fn collision(layout: &hearth_core::network::SlotLayout) -> Option<String> {
-    match hearth_host::net::host_firewall::prefix_conflict(layout) {
-        Ok(None) => {}
-        Ok(Some(who)) => return Some(format!("network.veth_prefix {}: {who}", layout.veth_prefix)),
-        Err(e) => tracing::warn!("cannot look for other instances' links: {}", hearth_node::chain(&e)),
-    }
-    match hearth_host::net::routes::overlapping(layout) {
-        Ok(routes) if routes.is_empty() => None,
-        Ok(routes) => Some(format!(
-            "network.cidr {} overlaps routes of this host: {}; choose another with --cidr",
-            layout.cidr,
-            routes.join(", ")
-        )),
-        Err(e) => {
-            tracing::warn!("cannot read the host's routes: {}", hearth_node::chain(&e));
-            None
-        }
-    }
 }
 
 async fn app(node: Arc<Node<KernelHost>>, token: Option<String>) -> axum::Router {

@@ -25,6 +25,7 @@ mod forwarding;
 mod holders;
 pub mod host_firewall;
 mod legacy;
+pub mod links;
 mod netlink;
 pub mod netns;
 mod nft;

@@ -218,6 +218,41 @@ impl Socket {
         reply.ok_or(NetlinkError::Malformed("acknowledged without an answer"))
     }
 
+    /// Asks for many objects in one run: a result each, in order. The answers must fit the socket's buffer, so keep
+    /// to a few dozen.
+    pub(crate) fn get_each(&mut self, messages: Vec<Message>) -> Result<Vec<Result<Reply>>> {
+        if messages.is_empty() {
+            return Ok(Vec::new());
+        }
+        let first = self.seq.wrapping_add(1);
+        let mut out = Vec::new();
+        let mut results: Vec<(Option<Reply>, Option<Result<()>>)> = Vec::new();
+        for message in messages {
+            self.push(&mut out, message, F_REQUEST | F_ACK)?;
+            results.push((None, None));
+        }
+        self.send(&out)?;
+        let mut open = results.len();
+        let deadline = Instant::now() + ANSWER_WITHIN;
+        while open > 0 {
+            self.receive(deadline, |header, body| {
+                let place = header.seq.wrapping_sub(first) as usize;
+                let Some((reply, done @ None)) = results.get_mut(place) else { return };
+                if header.kind == NLMSG_ERROR {
+                    *done = Some(acknowledged(header.flags, body));
+                    open -= 1;
+                } else {
+                    *reply = Some(Reply { kind: header.kind, body: body.to_vec() });
+                }
+            })?;
+        }
+        let without = || NetlinkError::Malformed("acknowledged without an answer");
+        Ok(results
+            .into_iter()
+            .map(|(reply, done)| done.unwrap_or(Ok(())).and_then(|()| reply.ok_or_else(without)))
+            .collect())
+    }
+
     /// Lists objects. A list that changed underneath is read again; see [`NetlinkError::Interrupted`].
     pub(crate) fn dump(&mut self, message: &Message) -> Result<Vec<Reply>> {
         self.dump_seen(message)

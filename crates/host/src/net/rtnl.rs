@@ -41,6 +41,8 @@ const IN6_ADDR_GEN_MODE_NONE: u8 = 1;
 const RTEXT_FILTER_SKIP_STATS: u32 = 1 << 3;
 
 const RTNLGRP_LINK: i32 = 1;
+/// Answers that surely fit a socket's buffer: each takes about 4 KiB of it.
+const LINKS_AT_ONCE: usize = 64;
 
 const IFINFO: usize = 16;
 const RTMSG: usize = 12;
@@ -101,6 +103,23 @@ fn ifinfo(index: u32, flags: u32, change: u32) -> [u8; IFINFO] {
     b[8..12].copy_from_slice(&flags.to_ne_bytes());
     b[12..16].copy_from_slice(&change.to_ne_bytes());
     b
+}
+
+fn ask_link(index: u32, name: Option<&str>) -> Message {
+    let ask =
+        Message::new(RTM_GETLINK, 0).raw(&ifinfo(index, 0, 0)).u32(IFLA_EXT_MASK, RTEXT_FILTER_SKIP_STATS);
+    match name {
+        Some(name) => ask.str(IFLA_IFNAME, name),
+        None => ask,
+    }
+}
+
+fn found_link(answer: Result<Reply>) -> Result<Option<Link>> {
+    match answer {
+        Ok(reply) => parse_link(&reply).map(Some).ok_or(NetlinkError::Malformed("a link without a name")),
+        Err(e) if e.errno() == Some(libc::ENODEV) => Ok(None),
+        Err(e) => Err(e),
+    }
 }
 
 fn address(kind: u16, flags: u16, index: u32, ip: Ipv4Addr, prefix_len: u8) -> Message {
@@ -194,25 +213,19 @@ impl Rtnl {
     }
 
     fn one_link(&mut self, index: u32, name: Option<&str>) -> Result<Option<Link>> {
-        let mut ask = Message::new(RTM_GETLINK, 0)
-            .raw(&ifinfo(index, 0, 0))
-            .u32(IFLA_EXT_MASK, RTEXT_FILTER_SKIP_STATS);
-        if let Some(name) = name {
-            ask = ask.str(IFLA_IFNAME, name);
-        }
-        match self.0.get(ask) {
-            Ok(reply) => parse_link(&reply).map(Some).ok_or(NetlinkError::Malformed("a link without a name")),
-            Err(e) if e.errno() == Some(libc::ENODEV) => Ok(None),
-            Err(e) => Err(e),
-        }
+        found_link(self.0.get(ask_link(index, name)))
     }
 
-    /// All links in one dump, and whether these are all.
-    pub(crate) fn links(&mut self) -> Result<(Vec<Link>, bool)> {
-        let ask =
-            Message::new(RTM_GETLINK, 0).raw(&ifinfo(0, 0, 0)).u32(IFLA_EXT_MASK, RTEXT_FILTER_SKIP_STATS);
-        let (replies, whole) = self.0.dump_seen(&ask)?;
-        Ok((replies.iter().filter(|r| r.kind == RTM_NEWLINK).filter_map(parse_link).collect(), whole))
+    /// The links with these names, in their order.
+    pub(crate) fn links_named(&mut self, names: &[String]) -> Result<Vec<Option<Link>>> {
+        let mut links = Vec::with_capacity(names.len());
+        for run in names.chunks(LINKS_AT_ONCE) {
+            let answers = self.0.get_each(run.iter().map(|name| ask_link(0, Some(name))).collect())?;
+            for answer in answers {
+                links.push(found_link(answer)?);
+            }
+        }
+        Ok(links)
     }
 
     /// Makes a veth pair in one step: this end here and down, the other end inside `netns` and down (raising it

@@ -15,27 +15,23 @@ use hearth_core::network::{SlotIndex, SlotLayout, UPLINK_NAME};
 use hearth_core::resource::Resource;
 
 use super::error::{Op, Result};
-use super::netlink::NetlinkError;
+use super::links;
 use super::netns::{self, Place};
 use super::rtnl::{self, Link, Rtnl};
 
 /// Both ends share a /31 (RFC 3021).
 pub(crate) const PREFIX_LEN: u8 = 31;
 
-/// Lists the host ends of this instance's pairs, by one dump of links without their counters. Only an end without
-/// our alias costs more.
+/// Lists the host ends of this instance's pairs: the names of all links, and a closer look at those with the prefix.
 ///
 /// # Errors
-/// If the kernel cannot be asked. A list that changed underneath is reported as incomplete.
+/// If the kernel cannot be asked.
 pub fn census(layout: &SlotLayout) -> Result<Census> {
     let op = Op::new("census", "veth");
     let mut census = Census::default();
     let mut host = Rtnl::open().map_err(|e| op.netlink("open a route socket", e))?;
-    let (links, whole) = host.links().map_err(|e| op.netlink("list links", e))?;
-    if !whole {
-        census.incomplete.push(format!("links: {}", NetlinkError::Interrupted));
-    }
-    for link in links {
+    let prefix = layout.veth_prefix.as_str();
+    for link in links::with_prefix(&mut host, prefix).map_err(|e| op.netlink("list links", e))? {
         match layout.slot_of_veth(&link.name) {
             Some(slot) => match stranger(&op, &mut host, layout, slot, &link) {
                 Ok(None) => census
@@ -44,10 +40,9 @@ pub fn census(layout: &SlotLayout) -> Result<Census> {
                 Ok(Some(why)) => drop(census.foreign.insert(link.name, why)),
                 Err(e) => census.incomplete.push(format!("{}: {e}", link.name)),
             },
-            None if link.name.starts_with(layout.veth_prefix.as_str()) => {
+            None => {
                 census.foreign.insert(link.name, "begins with our prefix, but no slot number follows".into());
             }
-            None => {}
         }
     }
     Ok(census)

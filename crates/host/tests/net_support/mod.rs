@@ -15,7 +15,8 @@ use std::time::Duration;
 use hearth_core::host::{Census, HostError, SlotRelease};
 use hearth_core::network::{SlotIndex, SlotLayout};
 use hearth_core::resource::Resource;
-use hearth_host::net::{netns, sandbox_firewall, slot, tap, veth};
+use hearth_host::net::links::Links;
+use hearth_host::net::{netns, routes, sandbox_firewall, slot, tap, veth};
 use rustix::mount::{MountFlags, MountPropagationFlags};
 use rustix::thread::UnshareFlags;
 
@@ -118,6 +119,11 @@ pub fn release_slot(layout: &SlotLayout, slot: SlotIndex, within: Duration) -> R
     let (spared, batch) = (BTreeSet::new(), || 1);
     let order = SlotRelease { within, grace: within, spared: &spared, batch: &batch };
     slot::release_one(layout, slot, &order, &|| Ok(BTreeMap::new()))
+}
+
+/// Routes of the host that overlap the layout's.
+pub fn overlapping(layout: &SlotLayout) -> Result<Vec<String>, HostError> {
+    routes::overlapping(layout, &Links::of(layout)?)
 }
 
 pub fn complete(census: Census) -> Vec<(Resource, String)> {

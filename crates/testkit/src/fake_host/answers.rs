@@ -128,6 +128,10 @@ impl Host for FakeHost {
         after(Verb::Reset, &what, fault)
     }
 
+    fn conflict(&self) -> Result<Option<String>, HostError> {
+        Ok(self.lock().conflict.clone())
+    }
+
     fn spawn(&self, spec: &SpawnSpec) -> Result<Spawned, HostError> {
         let what = spec.program.display().to_string();
         let fault = self.begin(Verb::Spawn, Kind::Process, &what, Duration::ZERO)?;
