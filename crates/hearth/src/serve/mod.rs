@@ -1,17 +1,20 @@
 //! `hearth serve`: takes the lock, binds the port, then starts the engine. From the bind on every question
 //! is answered, if only with "starting" and the reason.
 
+mod bind;
 mod convert;
 mod front;
 mod logs;
 mod node;
 mod sandboxes;
+mod signals;
 mod standalone;
 mod status;
+mod supervisor;
 mod templates;
 pub(crate) mod vmms;
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -21,17 +24,18 @@ use hearth_api::v1::node_service_server::NodeServiceServer;
 use hearth_api::v1::sandbox_service_server::SandboxServiceServer;
 use hearth_api::v1::template_service_server::TemplateServiceServer;
 use hearth_core::host::Host;
-use hearth_host::facts;
 use hearth_host::kernel_host::{HostConfig, KernelHost};
-use hearth_host::lock::{InstanceClaim, InstanceLock};
+use hearth_host::lock::InstanceClaim;
 use hearth_node::{Engine, EngineConfig, EngineError, Phase, Reclaim, ReclaimMode};
-use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::task::TaskTracker;
 use tonic_health::pb::health_server::{Health, HealthServer};
 
 use crate::config::{Config, ShutdownMode};
+use bind::Place;
 use front::{Front, HealthSource};
+use signals::Signals;
 use status::{Status, StatusCell};
+use supervisor::Supervisor;
 
 pub(crate) use standalone::Standalone;
 
@@ -85,19 +89,24 @@ pub(crate) fn run(config: &Config) -> anyhow::Result<ExitCode> {
     {
         tracing::warn!("reconcile.* and reclaim.grace_seconds have no effect in this version");
     }
-    let lock = InstanceLock::acquire(&config.instance_run_dir())?;
-    let daemon = Daemon::start(config)?;
+    let main = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut signals = main.block_on(async { Signals::new() })?;
+    let supervisor = Supervisor::from_env();
+    let Some((lock, place)) = main.block_on(bind::take(config, &mut signals, &supervisor))? else {
+        return Ok(ExitCode::SUCCESS);
+    };
+    let daemon = Daemon::start(config, place, supervisor)?;
     tracing::info!(listen = %daemon.address, instance = %config.instance, pid = std::process::id(), "listening");
     let mut phase = daemon.node.engine.phase();
-    let ended = daemon.runtime.block_on(async {
-        anyhow::Ok(tokio::select! {
-            signal = next_signal() => Ok(signal?),
+    let ended = main.block_on(async {
+        tokio::select! {
+            signal = signals.next() => Ok(signal),
             failed = phase.wait_for(|p| matches!(p, Phase::Failed(_))) => Err(match failed.as_deref() {
                 Ok(Phase::Failed(why)) => why.clone(),
                 _ => "the engine is gone".to_owned(),
             }),
-        })
-    })?;
+        }
+    });
     match ended {
         Ok(signal) => {
             daemon.end(config, signal);
@@ -112,16 +121,6 @@ pub(crate) fn run(config: &Config) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The next signal that asks for the end.
-async fn next_signal() -> std::io::Result<&'static str> {
-    let mut term = signal(SignalKind::terminate())?;
-    let mut int = signal(SignalKind::interrupt())?;
-    Ok(tokio::select! {
-        _ = term.recv() => "SIGTERM",
-        _ = int.recv() => "SIGINT",
-    })
-}
-
 /// A running daemon, without the lock.
 struct Daemon {
     address: SocketAddr,
@@ -129,13 +128,14 @@ struct Daemon {
     node: Arc<Node<KernelHost>>,
     front: Front,
     host: Arc<KernelHost>,
+    supervisor: Supervisor,
     /// Held to the end: nobody else acts under this instance's name.
     _claim: InstanceClaim,
 }
 
 impl Daemon {
-    fn start(config: &Config) -> anyhow::Result<Self> {
-        let listener = bind(config.listen)?;
+    fn start(config: &Config, place: Place, supervisor: Supervisor) -> anyhow::Result<Self> {
+        let Place { listener, claim } = place;
         let address = listener.local_addr()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(WORKERS)
@@ -147,7 +147,6 @@ impl Daemon {
             state_dir: config.instance_state_dir(),
             run_dir: config.instance_run_dir(),
         })?);
-        let claim = InstanceClaim::acquire(host.cgroups().root())?;
         if let Err(e) = hearth_host::process::raise_nofile_limit() {
             tracing::warn!("the limit of open files stays low: {e}");
         }
@@ -160,11 +159,11 @@ impl Daemon {
             runtime: runtime.handle().clone(),
             tasks: TaskTracker::new(),
         });
-        let front = Front::start(listener, app(Arc::clone(&node), config.token.clone()))?;
+        let front = Front::start(listener, app(Arc::clone(&node), config.token.clone(), supervisor.clone()))?;
         let starting = Arc::clone(&node);
         let layout = config.slot_layout();
         node.spawn(async move { start_engine(&starting, layout).await });
-        Ok(Self { address, runtime, node, front, host, _claim: claim })
+        Ok(Self { address, runtime, node, front, host, supervisor, _claim: claim })
     }
 
     /// What happens to running sandboxes, as configured; tells what is left of what had to go.
@@ -187,13 +186,18 @@ impl Daemon {
     /// Ends as configured and tells what is left, if anything.
     fn end(self, config: &Config, why: &str) {
         let node = &self.node;
+        self.supervisor.stopping(match config.shutdown.mode {
+            ShutdownMode::Drain => Duration::from_secs(config.shutdown.drain_seconds),
+            ShutdownMode::Detach | ShutdownMode::Kill => Duration::ZERO,
+        });
         node.status.set(Status::Draining, format!("{why}: shutting down"));
         node.engine.close("it is shutting down");
         let left = self.runtime.block_on(async {
             let mut left = vec![];
+            let second = async { anyhow::Ok(Signals::new()?.next().await) };
             tokio::select! {
                 gone = self.settle(config) => left.extend(gone),
-                Ok(signal) = next_signal() => left.push(format!("what was waited for: a second {signal} came")),
+                Ok(signal) = second => left.push(format!("what was waited for: a second {signal} came")),
             }
             left.extend(node.engine.detach().await);
             left
@@ -260,7 +264,7 @@ fn collision(layout: &hearth_core::network::SlotLayout) -> Option<String> {
     }
 }
 
-async fn app(node: Arc<Node<KernelHost>>, token: Option<String>) -> axum::Router {
+async fn app(node: Arc<Node<KernelHost>>, token: Option<String>, supervisor: Supervisor) -> axum::Router {
     let (reporter, health) = tonic_health::server::health_reporter();
     // The reporter begins with "serving", which is not true yet.
     reporter.set_service_status("", tonic_health::ServingStatus::NotServing).await;
@@ -290,6 +294,8 @@ async fn app(node: Arc<Node<KernelHost>>, token: Option<String>) -> axum::Router
         report: node.status.subscribe(),
         engine: Arc::new(move || (sandboxes.engine.sandbox_count(), sandboxes.engine.reclaim())),
     };
+    let told = supervisor.follow(node.status.subscribe(), Arc::clone(&source.engine));
+    drop(node.tasks.spawn_on(told, &tokio::runtime::Handle::current()));
     front::router(routes.into_axum_router(), source, token)
 }
 
@@ -308,25 +314,6 @@ fn services(node: &Arc<Node<KernelHost>>, health: HealthServer<impl Health>) -> 
         (Err(e), _) | (_, Err(e)) => tracing::error!("no gRPC reflection: {e}"),
     }
     routes
-}
-
-fn bind(listen: SocketAddr) -> anyhow::Result<TcpListener> {
-    match TcpListener::bind(listen) {
-        Ok(listener) => Ok(listener),
-        Err(e) if e.kind() == std::io::ErrorKind::AddrInUse => {
-            let holders = facts::tcp_listeners(listen.port()).unwrap_or_default();
-            let holder = holders.into_iter().find_map(|l| l.holder);
-            match holder {
-                Some(h) => bail!(
-                    "{listen} is in use by {} (pid {}); end it or choose another --listen",
-                    h.comm,
-                    h.pid
-                ),
-                None => bail!("{listen} is in use; choose another --listen"),
-            }
-        }
-        Err(e) => Err(e).with_context(|| format!("cannot listen on {listen}")),
-    }
 }
 
 fn engine_config(config: &Config) -> anyhow::Result<EngineConfig> {
