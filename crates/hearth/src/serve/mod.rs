@@ -294,7 +294,11 @@ async fn app(node: Arc<Node<KernelHost>>, token: Option<String>, supervisor: Sup
         report: node.status.subscribe(),
         engine: Arc::new(move || (sandboxes.engine.sandbox_count(), sandboxes.engine.reclaim())),
     };
-    let told = supervisor.follow(node.status.subscribe(), Arc::clone(&source.engine));
+    let told = Arc::clone(&node);
+    let told = supervisor.follow(move || {
+        let report = told.status.subscribe().borrow().clone();
+        supervisor::status_text(&report, told.engine.sandbox_count(), &told.engine.reclaim())
+    });
     drop(node.tasks.spawn_on(told, &tokio::runtime::Handle::current()));
     front::router(routes.into_axum_router(), source, token)
 }

@@ -11,18 +11,17 @@ use std::io::{self, ErrorKind};
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hearth_node::{ReclaimProgress, ReclaimState};
-use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
 use super::status::Report;
 
-/// Longest time between two messages; shorter where the supervisor's watchdog is.
-const BEAT: Duration = Duration::from_secs(5);
-/// Beyond what a wait was told to take: time to end what it waited with.
-const SLACK: Duration = Duration::from_secs(60);
+/// Longest time between two looks at the status.
+const LOOK: Duration = Duration::from_secs(1);
+/// Beyond what a wait was told to take: the engine joins its tasks in at most about a minute after it.
+const SLACK: Duration = Duration::from_secs(120);
 
 /// The supervisor that started this process, if one did.
 #[derive(Debug, Clone)]
@@ -76,33 +75,28 @@ impl Supervisor {
         }
     }
 
-    /// Says ready, then status and being alive, for as long as the thread it runs on does. Must run on the
-    /// front's.
-    pub(super) async fn follow(
-        self,
-        mut report: watch::Receiver<Report>,
-        engine: Arc<dyn Fn() -> (usize, ReclaimProgress) + Send + Sync>,
-    ) {
+    /// Says ready, then each change of `status` and being alive, for as long as the thread it runs on does.
+    /// Must run on the front's.
+    pub(super) async fn follow(self, status: impl Fn() -> String + Send) {
         if self.line.is_none() {
             return;
         }
-        // Half of it, as sd_watchdog_enabled(3) advises.
-        let mut beat = tokio::time::interval(self.watchdog.map_or(BEAT, |w| (w / 2).min(BEAT)));
-        beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (look, silence) = pace(self.watchdog);
+        let mut look = tokio::time::interval(look);
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut ready = "READY=1\n";
+        let mut said = (Instant::now(), String::new());
         loop {
-            tokio::select! {
-                _ = beat.tick() => {}
-                changed = report.changed() => if changed.is_err() { return },
+            look.tick().await;
+            let status = status();
+            if ready.is_empty() && said.0.elapsed() < silence && said.1 == status {
+                continue;
             }
-            let status = {
-                let report = report.borrow_and_update();
-                let (sandboxes, reclaim) = engine();
-                status_line(&status_text(&report, sandboxes, &reclaim))
-            };
             let alive = if self.watchdog.is_some() { "\nWATCHDOG=1" } else { "" };
-            if self.say(&format!("{ready}{status}{alive}")) {
+            // What was not taken is said again at the next look.
+            if self.say(&format!("{ready}{}{alive}", status_line(&status))) {
                 ready = "";
+                said = (Instant::now(), status);
             }
         }
     }
@@ -144,6 +138,15 @@ fn watchdog(usec: Option<&str>, pid: Option<&str>) -> Option<Duration> {
     ours.then(|| Duration::from_micros(usec))
 }
 
+/// Time between two looks, and the longest silence between two messages. Both together stay well within the
+/// watchdog's time, so that one message may be lost.
+fn pace(watchdog: Option<Duration>) -> (Duration, Duration) {
+    match watchdog {
+        None => (LOOK, Duration::MAX),
+        Some(within) => (LOOK.min(within / 8), within / 4),
+    }
+}
+
 /// One line whatever is in it: a line more would be an assignment of its own.
 fn status_line(text: &str) -> String {
     format!("STATUS={}", text.replace(['\n', '\r'], " "))
@@ -153,7 +156,8 @@ fn extend(wait: Duration) -> String {
     format!("EXTEND_TIMEOUT_USEC={}", wait.saturating_add(SLACK).as_micros())
 }
 
-fn status_text(report: &Report, sandboxes: usize, reclaim: &ReclaimProgress) -> String {
+/// The status as people read it in `systemctl status`.
+pub(super) fn status_text(report: &Report, sandboxes: usize, reclaim: &ReclaimProgress) -> String {
     let mut text = report.status.as_str().to_owned();
     if !report.reason.is_empty() {
         text.push_str(&format!(": {}", report.reason));
@@ -188,6 +192,15 @@ mod tests {
         assert_eq!(watchdog(Some("0"), None), None);
         assert_eq!(watchdog(Some("soon"), None), None);
         assert_eq!(watchdog(None, Some(&me)), None);
+    }
+
+    #[test]
+    fn one_lost_message_is_within_the_watchdogs_time() {
+        for within in [Duration::from_millis(200), Duration::from_secs(1), Duration::from_secs(3600)] {
+            let (look, silence) = pace(Some(within));
+            assert!((look + silence) * 2 < within, "{within:?}: {look:?} {silence:?}");
+            assert!(look > Duration::ZERO);
+        }
     }
 
     #[test]

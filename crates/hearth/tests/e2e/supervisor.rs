@@ -63,6 +63,7 @@ fn a_supervisor_hears_ready_alive_and_the_end() {
         let message = receive(&socket);
         assert_eq!(value(&message, "READY"), None, "ready is said once: {message}");
         assert_eq!(value(&message, "WATCHDOG"), Some("1"), "{message}");
+        // Each message has it, changes of the status and mere signs of life alike.
         let gap = heard.elapsed();
         assert!(gap < WATCHDOG, "a supervisor would have ended it: {gap:?}");
         heard = Instant::now();
