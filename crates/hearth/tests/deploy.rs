@@ -2,10 +2,10 @@
 //! it prints them, and the paths it answers.
 #![allow(clippy::unwrap_used, unreachable_pub, missing_docs, dead_code)]
 
-#[path = "e2e/http.rs"]
-mod http;
 #[path = "e2e/node.rs"]
 mod node;
+#[path = "e2e/probe.rs"]
+mod probe;
 #[path = "e2e/running.rs"]
 mod running;
 
@@ -269,10 +269,10 @@ fn the_daemon_answers_the_paths_that_are_checked() {
     let service = block(&job, &["job", "group", "service"]).body();
     for check in blocks(service, "check") {
         let path = word(check.body(), "path");
-        let (code, body) = http::get(&node.netns, 5008, &path).expect("no answer");
+        let (code, body) = probe::get(&node.netns, 5008, &path).expect("no answer");
         assert_eq!(code, 200, "{path}: {body}");
     }
     // So the above says something.
-    assert_eq!(http::get(&node.netns, 5008, "/healthy").expect("no answer").0, 404);
+    assert_eq!(probe::get(&node.netns, 5008, "/healthy").expect("no answer").0, 404);
     node.end_clean();
 }

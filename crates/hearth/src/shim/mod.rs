@@ -38,7 +38,7 @@ const LINGER: Duration = Duration::from_secs(1);
 /// error: it is in the exit record.
 pub(crate) fn run(dir: &Path) -> anyhow::Result<ExitCode> {
     let spec = read_spec(dir)?;
-    leave_oom_shield()?;
+    leave_oom_shield(Path::new("/proc/self/oom_score_adj"))?;
     // Standard error is the shim's log file. A second subscriber means that the caller has set up its own.
     let subscriber = tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
@@ -57,11 +57,10 @@ pub(crate) fn run(dir: &Path) -> anyhow::Result<ExitCode> {
 
 /// A daemon may be shielded from the kernel's OOM killer, and the shield is inherited. A guest must not have
 /// it: the kernel would end everybody else first.
-fn leave_oom_shield() -> anyhow::Result<()> {
-    const SCORE: &str = "/proc/self/oom_score_adj";
-    let score = std::fs::read_to_string(SCORE).context(SCORE)?;
+fn leave_oom_shield(file: &Path) -> anyhow::Result<()> {
+    let score = std::fs::read_to_string(file).with_context(|| format!("read {}", file.display()))?;
     if score.trim().parse().is_ok_and(|score: i32| score < 0) {
-        std::fs::write(SCORE, "0").context(SCORE)?;
+        std::fs::write(file, "0").with_context(|| format!("write {}", file.display()))?;
     }
     Ok(())
 }

@@ -4,8 +4,8 @@ use std::fs;
 use std::os::unix::net::UnixDatagram;
 use std::time::{Duration, Instant};
 
-use crate::http;
 use crate::node::{Node, Wish, cannot};
+use crate::probe;
 use crate::running::serve;
 
 /// What the daemon is told: it must be heard of within this time.
@@ -53,7 +53,7 @@ fn a_supervisor_hears_ready_alive_and_the_end() {
     let first = receive(&socket);
     assert_eq!(value(&first, "READY"), Some("1"), "{first}");
     // Ready says that the port answers, whatever the node's health.
-    let (code, _) = http::get(&node.netns, 5008, "/health/live").expect("nobody answers after READY=1");
+    let (code, _) = probe::get(&node.netns, 5008, "/health/live").expect("nobody answers after READY=1");
     assert_eq!(code, 200);
 
     let begun = Instant::now();
