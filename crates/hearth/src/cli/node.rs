@@ -122,7 +122,7 @@ async fn drain(
     Err(match last.desired.as_str() {
         "draining" => CliError::failed(WHAT, format!("not drained yet: {}", left(Some(&last))))
             .todo("`hearth ls` shows the sandboxes, `hearth rm` ends them; the node goes on draining"),
-        other => CliError::failed(WHAT, format!("somebody took it back: the node is wanted {other}")),
+        other => CliError::failed(WHAT, format!("the drain was taken back: the node is {other} again")),
     })
 }
 
@@ -199,7 +199,7 @@ fn show_info(info: &InfoResponse, context: &Context) -> Result<u8, CliError> {
         }
         rows.extend([
             ("SINCE", format!("{} ago", ago(status.since_ms))),
-            ("WANTED", status.desired.clone()),
+            ("DESIRED", status.desired.clone()),
             ("SANDBOXES", sandboxes(&status)),
             ("SLOTS", slots.join(", ")),
             ("LEFTOVERS", leftovers(&status)),

@@ -57,15 +57,15 @@ struct Reclaim {
 
 /// What the front needs to answer health questions.
 pub(crate) struct HealthSource {
-    pub(crate) report: Ask<Report>,
+    pub(crate) report: Answer<Report>,
     /// Number of sandboxes and the progress of reclaim.
-    pub(crate) engine: Ask<(usize, ReclaimProgress)>,
+    pub(crate) engine: Answer<(usize, ReclaimProgress)>,
     /// The text of `/metrics`.
-    pub(crate) metrics: Ask<String>,
+    pub(crate) metrics: Answer<String>,
 }
 
 /// A question that is answered at once, without the engine's threads.
-type Ask<T> = Box<dyn Fn() -> T + Send + Sync>;
+type Answer<T> = Box<dyn Fn() -> T + Send + Sync>;
 
 /// The running front.
 pub(crate) struct Front {

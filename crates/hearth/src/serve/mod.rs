@@ -67,7 +67,8 @@ impl<H: Host> Node<H> {
     /// The status at this moment. Waits for nothing. For the front's thread alone: two that look at once
     /// could take an older answer for a change.
     pub(crate) fn report(&self) -> Report {
-        self.status.look(&self.engine.phase().borrow(), self.engine.desired())
+        let phase = self.engine.phase().borrow().clone();
+        self.status.look(&phase, self.engine.desired())
     }
 
     /// Runs a task on the engine's runtime; it is joined when the daemon ends.

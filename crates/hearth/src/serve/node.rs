@@ -45,9 +45,13 @@ impl<H: Host> NodeInfo<H> {
                 if told.as_ref().is_none_or(|told| differ(told, &now)) {
                     return Some((Ok(now.clone()), (node, Some(now), last)));
                 }
+                if node.ended.is_cancelled() {
+                    return None;
+                }
+                // Once more after the end: why the daemon ends is news.
                 tokio::select! {
                     () = tokio::time::sleep(LOOK) => {}
-                    () = node.ended.cancelled() => return None,
+                    () = node.ended.cancelled() => {}
                 }
             }
         })

@@ -56,22 +56,25 @@ impl StatusCell {
         let mut broken = self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone();
         broken.extend(self.beat.stopped());
         let (status, reason) = shown(phase, desired, ending.as_deref(), &broken);
+        let mut changed = false;
         self.last.send_if_modified(|last| {
             if (last.status, &last.reason) == (status, &reason) {
                 return false;
             }
-            let changed = last.status != status;
+            changed = last.status != status;
             if changed {
-                match status {
-                    Status::Unhealthy => tracing::warn!(status = status.as_str(), "{reason}"),
-                    _ => tracing::info!(status = status.as_str(), "{reason}"),
-                }
                 last.since_ms = super::now_ms();
             }
             (last.status, last.reason) = (status, reason);
             true
         });
-        self.last.borrow().clone()
+        let report = self.last.borrow().clone();
+        if changed && status == Status::Unhealthy {
+            tracing::warn!(status = status.as_str(), "{}", report.reason);
+        } else if changed {
+            tracing::info!(status = status.as_str(), "{}", report.reason);
+        }
+        report
     }
 
     /// The daemon ends; there is no way back.

@@ -6,8 +6,11 @@
 
 mod bad_input;
 mod clean;
+mod drain;
 mod firecracker;
 mod guest;
+mod http;
 mod net;
 mod node;
 mod restart;
+mod status;
