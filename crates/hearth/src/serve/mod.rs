@@ -2,9 +2,11 @@
 //! is answered, if only with "starting" and the reason.
 
 mod bind;
+mod checks;
 mod convert;
 mod front;
 mod logs;
+mod metrics;
 mod node;
 mod sandboxes;
 mod signals;
@@ -26,7 +28,8 @@ use hearth_api::v1::template_service_server::TemplateServiceServer;
 use hearth_core::host::Host;
 use hearth_host::kernel_host::{HostConfig, KernelHost};
 use hearth_host::lock::InstanceClaim;
-use hearth_node::{Engine, EngineConfig, EngineError, Phase, Reclaim, ReclaimMode};
+use hearth_node::{Ask, Engine, EngineConfig, EngineError, Phase, Reclaim, ReclaimMode};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic_health::pb::health_server::{Health, HealthServer};
 
@@ -34,7 +37,7 @@ use crate::config::{Config, ShutdownMode};
 use bind::Place;
 use front::{Front, HealthSource};
 use signals::Signals;
-use status::{Status, StatusCell};
+use status::{Report, Status, StatusCell};
 use supervisor::Supervisor;
 
 pub(crate) use standalone::Standalone;
@@ -47,6 +50,8 @@ const BOOT_DEADLINE: Duration = Duration::from_secs(180);
 const CONSOLE_CAP_BYTES: u64 = 1024 * 1024;
 /// Threads of the engine; host calls have threads of their own.
 const WORKERS: usize = 2;
+/// How often the front looks at the status when nothing tells it to.
+const LOOK: Duration = Duration::from_millis(250);
 
 /// What the services share.
 pub(crate) struct Node<H> {
@@ -58,9 +63,18 @@ pub(crate) struct Node<H> {
     /// The engine's runtime.
     runtime: tokio::runtime::Handle,
     tasks: TaskTracker,
+    /// The daemon's last moment: what only watches ends.
+    ended: CancellationToken,
 }
 
 impl<H: Host> Node<H> {
+    /// The status at this moment. Waits for nothing. For the front's thread alone: two that look at once
+    /// could take an older answer for a change.
+    pub(crate) fn report(&self) -> Report {
+        let phase = self.engine.phase().borrow().clone();
+        self.status.look(&phase, self.engine.desired())
+    }
+
     /// Runs a task on the engine's runtime; it is joined when the daemon ends.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         drop(self.tasks.spawn_on(task, &self.runtime));
@@ -158,11 +172,14 @@ impl Daemon {
             has_token: config.token.is_some(),
             runtime: runtime.handle().clone(),
             tasks: TaskTracker::new(),
+            ended: CancellationToken::new(),
         });
         let front = Front::start(listener, app(Arc::clone(&node), config.token.clone(), supervisor.clone()))?;
         let starting = Arc::clone(&node);
         let layout = config.slot_layout();
         node.spawn(async move { start_engine(&starting, layout).await });
+        let checked = Arc::clone(&node);
+        node.spawn(async move { checks::run(&checked, checked.ended.clone()).await });
         Ok(Self { address, runtime, node, front, host, supervisor, _claim: claim })
     }
 
@@ -174,6 +191,9 @@ impl Daemon {
             ShutdownMode::Kill => engine.delete_all().await,
             ShutdownMode::Drain => {
                 let bound = Duration::from_secs(config.shutdown.drain_seconds);
+                if let Err(e) = engine.ask(Ask::Drain) {
+                    tracing::error!("{e}");
+                }
                 tracing::info!(seconds = bound.as_secs(), "draining: waiting for sandboxes to end");
                 if !engine.drained(bound).await {
                     tracing::warn!("not drained in time; the others go on without a daemon");
@@ -190,7 +210,7 @@ impl Daemon {
             ShutdownMode::Drain => Duration::from_secs(config.shutdown.drain_seconds),
             ShutdownMode::Detach | ShutdownMode::Kill => Duration::ZERO,
         });
-        node.status.set(Status::Draining, format!("{why}: shutting down"));
+        node.status.end(format!("{why}: shutting down"));
         node.engine.close("it is shutting down");
         let left = self.runtime.block_on(async {
             let mut left = vec![];
@@ -209,6 +229,7 @@ impl Daemon {
         if let Err(e) = self.host.cgroups().remove_root() {
             tracing::debug!("{}", hearth_node::chain(&e));
         }
+        node.ended.cancel();
         self.front.stop();
         self.runtime.shutdown_timeout(Duration::from_secs(5));
     }
@@ -220,26 +241,13 @@ async fn start_engine(node: &Node<KernelHost>, layout: hearth_core::network::Slo
         Ok(Some(why)) => node.engine.fail(why),
         Err(e) => tracing::warn!("cannot look for collisions on this host: {e}"),
     }
-    let mut phase = node.engine.phase();
-    let follow = async {
-        loop {
-            match &*phase.borrow_and_update() {
-                Phase::Starting(why) => node.status.set(Status::Starting, why.clone()),
-                Phase::Ready => return node.status.set(Status::Healthy, ""),
-                Phase::Failed(why) => return node.status.set(Status::Unhealthy, why.clone()),
-            }
-            if phase.changed().await.is_err() {
-                return;
-            }
-        }
-    };
-    let start = async {
-        if !matches!(&*node.engine.phase().borrow(), Phase::Failed(_)) {
-            // The phase tells its failure.
-            drop(node.engine.start().await);
-        }
-    };
-    futures::join!(start, follow);
+    if let Err(why) = node.engine.config().failpoints.before_start().await {
+        node.engine.fail(why);
+    }
+    if !matches!(&*node.engine.phase().borrow(), Phase::Failed(_)) {
+        // The phase tells its failure.
+        drop(node.engine.start().await);
+    }
 }
 
 /// What on this host stands in the way of the configured names and addresses. What cannot be looked at is
@@ -264,42 +272,51 @@ fn collision(layout: &hearth_core::network::SlotLayout) -> Option<String> {
     }
 }
 
+/// What gRPC health can be asked for; the empty name is the whole.
+const SERVICES: [&str; 4] =
+    ["", "hearth.v1.SandboxService", "hearth.v1.TemplateService", "hearth.v1.NodeService"];
+
 async fn app(node: Arc<Node<KernelHost>>, token: Option<String>, supervisor: Supervisor) -> axum::Router {
     let (reporter, health) = tonic_health::server::health_reporter();
     // The reporter begins with "serving", which is not true yet.
     reporter.set_service_status("", tonic_health::ServingStatus::NotServing).await;
-    let mut report = node.status.subscribe();
+    let watched = Arc::clone(&node);
     let follow = async move {
-        loop {
-            let ready = report.borrow_and_update().status == Status::Healthy;
-            let status = match ready {
-                true => tonic_health::ServingStatus::Serving,
-                false => tonic_health::ServingStatus::NotServing,
+        let mut phase = watched.engine.phase();
+        let mut told = None;
+        while !watched.ended.is_cancelled() {
+            // Serving means that sandboxes are created here: who balances creates asks this.
+            let status = match watched.report().status {
+                Status::Healthy => tonic_health::ServingStatus::Serving,
+                _ => tonic_health::ServingStatus::NotServing,
             };
-            for service in
-                ["", "hearth.v1.SandboxService", "hearth.v1.TemplateService", "hearth.v1.NodeService"]
-            {
-                reporter.set_service_status(service, status).await;
+            if told.replace(status) != Some(status) {
+                for service in SERVICES {
+                    reporter.set_service_status(service, status).await;
+                }
             }
-            if report.changed().await.is_err() {
-                return;
+            // A loop that stopped sends nothing, so it is looked for.
+            tokio::select! {
+                _ = phase.changed() => {}
+                () = tokio::time::sleep(LOOK) => {}
+                () = watched.ended.cancelled() => {}
             }
         }
     };
-    // Ends with the node, whose status cell it follows.
+    // Ends with the daemon, on the front's own thread.
     drop(node.tasks.spawn_on(follow, &tokio::runtime::Handle::current()));
     let routes = services(&node, health);
-    let sandboxes = Arc::clone(&node);
-    let source = HealthSource {
-        report: node.status.subscribe(),
-        engine: Arc::new(move || (sandboxes.engine.sandbox_count(), sandboxes.engine.reclaim())),
-    };
     let told = Arc::clone(&node);
     let told = supervisor.follow(move || {
-        let report = told.status.subscribe().borrow().clone();
-        supervisor::status_text(&report, told.engine.sandbox_count(), &told.engine.reclaim())
+        supervisor::status_text(&told.report(), told.engine.sandbox_count(), &told.engine.reclaim())
     });
     drop(node.tasks.spawn_on(told, &tokio::runtime::Handle::current()));
+    let (reported, counted, measured) = (Arc::clone(&node), Arc::clone(&node), node);
+    let source = HealthSource {
+        report: Box::new(move || reported.report()),
+        engine: Box::new(move || (counted.engine.sandbox_count(), counted.engine.reclaim())),
+        metrics: Box::new(move || metrics::render(&measured)),
+    };
     front::router(routes.into_axum_router(), source, token)
 }
 
