@@ -23,3 +23,7 @@ pub const EXIT_STATUS_METADATA: &str = "hearth-exit-status";
 
 /// All descriptors, for gRPC reflection.
 pub const FILE_DESCRIPTOR_SET: &[u8] = tonic::include_file_descriptor_set!("descriptors");
+
+/// Domain of the `google.rpc.ErrorInfo` in an `UNAVAILABLE` answer to a create that the node does not want at
+/// present; its reason is what is wanted instead: `STANDBY` or `DRAINING`.
+pub const ERROR_DOMAIN: &str = "hearth";

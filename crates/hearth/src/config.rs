@@ -37,6 +37,8 @@ pub(crate) struct Config {
     pub(crate) guest: Option<PathBuf>,
     /// What clients must send as `authorization: Bearer …`.
     pub(crate) token: Option<String>,
+    /// How long the start waits for whoever holds the lock or the port; 0: not at all.
+    pub(crate) takeover_seconds: u64,
     /// Slots and addresses.
     pub(crate) network: NetworkConfig,
     /// What happens to leftovers at start.

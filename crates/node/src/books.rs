@@ -6,9 +6,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use hearth_core::exit::ExitRecord;
 use hearth_core::id::{SandboxId, SandboxName};
 use hearth_core::record::Record;
+use tokio::sync::watch;
 
 use crate::error::EngineError;
-use crate::sandbox::Handle;
+use crate::sandbox::{Handle, View};
+use crate::status::{Ask, Desired};
 
 /// How many ended sandboxes are remembered, to tell "ended" from "never was".
 const REMEMBERED: usize = 256;
@@ -22,7 +24,9 @@ struct Inner {
     by_id: HashMap<SandboxId, Handle>,
     by_name: HashMap<SandboxName, SandboxId>,
     ended: VecDeque<(SandboxId, SandboxName, String)>,
-    /// Why no new sandbox is taken.
+    /// What the operator wants.
+    desired: Desired,
+    /// Why no new sandbox is ever taken again: the daemon ends.
     closed: Option<String>,
 }
 
@@ -32,11 +36,14 @@ impl Books {
     }
 
     /// Enters a sandbox under its name. Refusing new ones and entering one are decided under one lock, so
-    /// that a drain never misses a create.
+    /// that a create is either entered before a drain or refused by it.
     pub(crate) fn enter_new(&self, handle: Handle) -> Result<(), EngineError> {
         let mut inner = self.lock();
         if let Some(why) = &inner.closed {
             return Err(EngineError::Closed(format!("the node takes no new sandboxes: {why}")));
+        }
+        if let Some(why) = inner.desired.refusal() {
+            return Err(EngineError::NotActive { desired: inner.desired, why });
         }
         if let Some(id) = inner.by_name.get(&handle.name) {
             return Err(EngineError::AlreadyExists(format!(
@@ -104,8 +111,57 @@ impl Books {
         self.lock().by_id.len()
     }
 
-    /// Takes no new sandboxes from here on.
+    /// What can be seen of all, in no order.
+    pub(crate) fn views(&self) -> Vec<watch::Receiver<View>> {
+        self.lock().by_id.values().map(|h| h.view.clone()).collect()
+    }
+
+    /// Takes no new sandboxes from here on, for good.
     pub(crate) fn close(&self, why: &str) {
         self.lock().closed = Some(why.to_owned());
+    }
+
+    /// What the operator wants.
+    pub(crate) fn desired(&self) -> Desired {
+        self.lock().desired
+    }
+
+    /// Does what the operator asks for. When this returns, no create that it refuses is entered any more.
+    pub(crate) fn ask(&self, ask: Ask) -> Result<Desired, EngineError> {
+        let mut inner = self.lock();
+        if let Some(why) = inner.closed.as_ref().filter(|_| ask != Ask::Drain) {
+            return Err(EngineError::Closed(format!("the node drains for good: {why}")));
+        }
+        let Some(next) = inner.desired.asked(ask) else {
+            return Err(EngineError::Precondition(
+                "the node is draining; `hearth node undrain` takes that back first".into(),
+            ));
+        };
+        inner.desired = next;
+        Ok(next)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_drain_for_good_cannot_be_taken_back() {
+        let books = Books::default();
+        books.close("it is shutting down");
+        assert!(books.ask(Ask::Drain).is_ok());
+        for ask in [Ask::Undrain, Ask::Activate, Ask::Standby] {
+            assert!(matches!(books.ask(ask), Err(EngineError::Closed(_))), "{ask:?}");
+        }
+    }
+
+    #[test]
+    fn standby_is_refused_while_draining() {
+        let books = Books::default();
+        books.ask(Ask::Drain).unwrap();
+        assert!(matches!(books.ask(Ask::Standby), Err(EngineError::Precondition(_))));
+        assert_eq!(books.desired(), Desired::Draining { from_standby: false });
+        assert_eq!(books.ask(Ask::Undrain).unwrap(), Desired::Active);
     }
 }

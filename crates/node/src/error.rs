@@ -4,6 +4,7 @@ use hearth_core::host::HostError;
 use hearth_core::steps::Step;
 
 use crate::images;
+use crate::status::Desired;
 
 /// A request to the engine failed. Each variant is one reaction of a caller.
 #[derive(Debug, thiserror::Error)]
@@ -14,6 +15,14 @@ pub enum EngineError {
     /// The node takes no new sandboxes.
     #[error("{0}")]
     Closed(String),
+    /// The operator wants no new sandboxes here at present.
+    #[error("the node takes no new sandboxes: {why}")]
+    NotActive {
+        /// What is wanted instead.
+        desired: Desired,
+        /// In words, with the way back.
+        why: &'static str,
+    },
     /// Bad input; nothing was made.
     #[error("{0}")]
     Invalid(String),

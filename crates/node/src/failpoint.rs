@@ -16,6 +16,8 @@ pub enum Action {
     ErrorAfter,
     /// The step waits first.
     Delay(Duration),
+    /// Every thread of the engine stands still for as long, as if something blocking ran on each.
+    Block(Duration),
     /// The sandbox's task panics.
     Panic,
 }
@@ -27,33 +29,57 @@ impl FromStr for Action {
             "error" => Ok(Action::Error),
             "error-after" => Ok(Action::ErrorAfter),
             "panic" => Ok(Action::Panic),
-            _ => s
-                .strip_prefix("delay(")
-                .and_then(|rest| rest.strip_suffix(')'))
-                .and_then(|ms| ms.parse().ok())
-                .map(|ms| Action::Delay(Duration::from_millis(ms)))
-                .ok_or_else(|| {
-                    format!("failpoint action {s:?} is none of error, error-after, delay(MS), panic")
-                }),
+            _ => {
+                let time = |name: &str| {
+                    let ms = s.strip_prefix(name)?.strip_prefix('(')?.strip_suffix(')')?.parse().ok()?;
+                    Some(Duration::from_millis(ms))
+                };
+                let delay = time("delay").map(Action::Delay);
+                delay.or_else(|| time("block").map(Action::Block)).ok_or_else(|| {
+                    format!(
+                        "failpoint action {s:?} is none of error, error-after, delay(MS), block(MS), panic"
+                    )
+                })
+            }
         }
     }
 }
 
+/// The place before the census, beside the steps of creation.
+const START: &str = "start";
+
 /// The configured faults, by step.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Failpoints(BTreeMap<Step, Action>);
+pub struct Failpoints {
+    steps: BTreeMap<Step, Action>,
+    start: Option<Action>,
+}
 
 impl Failpoints {
-    /// Parses the `[failpoint]` table: step name to action.
+    /// Parses pairs of a step's name, or `start`, and an action.
     ///
     /// # Errors
     /// If a step or an action is not known.
     pub fn parse<'a>(table: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, String> {
-        let mut points = BTreeMap::new();
+        let mut points = Self::default();
         for (step, action) in table {
-            points.insert(step.parse()?, action.parse()?);
+            match step {
+                START => points.start = Some(action.parse()?),
+                step => drop(points.steps.insert(step.parse()?, action.parse()?)),
+            }
         }
-        Ok(Self(points))
+        Ok(points)
+    }
+
+    /// Runs before the start of the engine.
+    ///
+    /// # Errors
+    /// If the start is to fail.
+    ///
+    /// # Panics
+    /// If the start is to panic.
+    pub(crate) async fn before_start(&self) -> Result<(), String> {
+        act(self.start, START).await
     }
 
     /// Runs before a step.
@@ -63,17 +89,8 @@ impl Failpoints {
     ///
     /// # Panics
     /// If the step is to panic.
-    #[allow(clippy::panic)]
     pub async fn before(&self, step: Step) -> Result<(), String> {
-        match self.0.get(&step) {
-            Some(Action::Error) => Err("failpoint".into()),
-            Some(Action::Delay(d)) => {
-                tokio::time::sleep(*d).await;
-                Ok(())
-            }
-            Some(Action::Panic) => panic!("failpoint at step {step}"),
-            Some(Action::ErrorAfter) | None => Ok(()),
-        }
+        act(self.steps.get(&step).copied(), step.as_str()).await
     }
 
     /// Runs after a step.
@@ -81,11 +98,31 @@ impl Failpoints {
     /// # Errors
     /// If the step is to fail here.
     pub fn after(&self, step: Step) -> Result<(), String> {
-        match self.0.get(&step) {
+        match self.steps.get(&step) {
             Some(Action::ErrorAfter) => Err("failpoint after the effect".into()),
             _ => Ok(()),
         }
     }
+}
+
+#[allow(clippy::panic)]
+async fn act(action: Option<Action>, place: &str) -> Result<(), String> {
+    match action {
+        Some(Action::Error) => return Err("failpoint".into()),
+        Some(Action::Delay(d)) => tokio::time::sleep(d).await,
+        Some(Action::Block(d)) => {
+            // One for each thread: the others take theirs from the queue of this one.
+            let threads = tokio::runtime::Handle::current().metrics().num_workers();
+            let mut blocks = tokio::task::JoinSet::new();
+            for _ in 0..threads {
+                blocks.spawn(async move { std::thread::sleep(d) });
+            }
+            blocks.join_all().await;
+        }
+        Some(Action::Panic) => panic!("failpoint at {place}"),
+        Some(Action::ErrorAfter) | None => {}
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -95,7 +132,10 @@ mod tests {
     #[test]
     fn parses_what_it_documents_and_nothing_else() {
         let points = Failpoints::parse([("slot", "error"), ("boot", "delay(20)")]).unwrap();
-        assert_eq!(points.0[&Step::Boot], Action::Delay(Duration::from_millis(20)));
+        assert_eq!(points.steps[&Step::Boot], Action::Delay(Duration::from_millis(20)));
+        let points = Failpoints::parse([("start", "delay(20)"), ("record", "block(5)")]).unwrap();
+        assert_eq!(points.start, Some(Action::Delay(Duration::from_millis(20))));
+        assert_eq!(points.steps[&Step::Record], Action::Block(Duration::from_millis(5)));
         assert!(Failpoints::parse([("nowhere", "error")]).is_err());
         assert!(Failpoints::parse([("slot", "delay(x)")]).is_err());
     }

@@ -15,6 +15,7 @@ mod records;
 mod sandbox;
 mod shim_client;
 mod start;
+mod status;
 mod stop;
 
 pub use config::{EngineConfig, Reclaim, ReclaimMode, Vmms};
@@ -24,3 +25,5 @@ pub use failpoint::{Action, Failpoints};
 pub use reclaim::{KindProgress, ReclaimProgress, ReclaimState};
 pub use sandbox::{StepStarted, View};
 pub use shim_client::Client as ShimClient;
+pub use status::{Ask, Desired, Status, shown};
+pub use stop::Work;

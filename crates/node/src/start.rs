@@ -42,6 +42,7 @@ impl<H: Host> Engine<H> {
     }
 
     async fn try_start(self: &Arc<Self>) -> Result<(), EngineError> {
+        self.context.config.failpoints.before_start().await.map_err(EngineError::Failed)?;
         self.phase.send_replace(Phase::Starting("taking the census".into()));
         let records = self.context.records.clone();
         let loaded = blocking(move || records.load());

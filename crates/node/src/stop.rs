@@ -6,24 +6,91 @@ use std::time::Duration;
 use hearth_core::host::Host;
 use hearth_core::lifecycle::SandboxState;
 
-use crate::engine::Engine;
+use crate::engine::{Engine, Phase};
+use crate::error::EngineError;
 use crate::sandbox::DeleteError;
+use crate::status::{Ask, Desired};
 
 /// How long the tasks of an engine get to end.
 const JOIN: Duration = Duration::from_secs(30);
 /// How long `delete_all` waits for one sandbox before it counts as left.
 const DELETE: Duration = Duration::from_secs(60);
 
+/// How many sandboxes keep a node from being drained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Work {
+    /// Being made.
+    pub creating: u32,
+    /// The guest runs.
+    pub running: u32,
+    /// The VM ended by itself; being released.
+    pub exited: u32,
+    /// Being released.
+    pub deleting: u32,
+    /// A release did not finish, or it cannot be told whether the VM lives.
+    pub stuck: u32,
+}
+
+impl Work {
+    /// How many in all. A node with none is drained.
+    #[must_use]
+    pub fn total(&self) -> u32 {
+        self.creating + self.running + self.exited + self.deleting + self.stuck
+    }
+}
+
 impl<H: Host> Engine<H> {
-    /// Takes no new sandboxes from here on; those being made are taken back.
+    /// Does what the operator asks for. A create that this refuses is not admitted any more once it returns;
+    /// those admitted before go on. Works in every phase: a node told to drain while it starts comes up
+    /// draining.
+    ///
+    /// # Errors
+    /// If the node drains and was not told to undrain, or the daemon ends.
+    pub fn ask(&self, ask: Ask) -> Result<Desired, EngineError> {
+        self.context.books.ask(ask)
+    }
+
+    /// What the operator wants.
+    #[must_use]
+    pub fn desired(&self) -> Desired {
+        self.context.books.desired()
+    }
+
+    /// What there is to wait for before the node is drained. `None` while that is not known: unknown is not
+    /// empty.
+    #[must_use]
+    pub fn work(&self) -> Option<Work> {
+        if *self.phase.borrow() != Phase::Ready {
+            return None;
+        }
+        let mut work = Work::default();
+        for view in self.context.books.views() {
+            let count = match view.borrow().state {
+                SandboxState::Creating => &mut work.creating,
+                SandboxState::Running => &mut work.running,
+                SandboxState::Exited => &mut work.exited,
+                SandboxState::Deleting => &mut work.deleting,
+                SandboxState::Stuck => &mut work.stuck,
+            };
+            *count += 1;
+        }
+        Some(work)
+    }
+
+    /// Takes no new sandboxes from here on, for good; those being made go on until [`detach`](Self::detach).
     pub fn close(&self, why: &str) {
         self.context.books.close(why);
-        self.context.no_creates.cancel();
     }
 
     /// Waits until no sandbox is left, at most `within`. True if none is.
     pub async fn drained(&self, within: Duration) -> bool {
         let end = tokio::time::Instant::now() + within;
+        let mut phase = self.phase.subscribe();
+        // Before the census nobody knows what there is.
+        let known = phase.wait_for(|p| !matches!(p, Phase::Starting(_)));
+        if !matches!(tokio::time::timeout_at(end, known).await, Ok(Ok(p)) if *p == Phase::Ready) {
+            return false;
+        }
         loop {
             let Some(handle) = self.context.books.all().into_iter().next() else { return true };
             let mut view = handle.view.clone();
@@ -63,6 +130,7 @@ impl<H: Host> Engine<H> {
     /// Ends the engine and leaves running VMs to their shims. Prepared slots are released.
     pub async fn detach(&self) -> Vec<String> {
         self.close("it is shutting down");
+        self.context.no_creates.cancel();
         self.stop.cancel();
         // Creations under way are taken back by their own tasks before those end.
         let settled = async {

@@ -14,7 +14,7 @@ use hearth_core::lifecycle::SandboxState;
 use hearth_core::network::SlotIndex;
 use hearth_core::resource::{Kind, Resource};
 use hearth_core::steps::Step;
-use hearth_node::{Engine, EngineError, Failpoints};
+use hearth_node::{Ask, Engine, EngineError, Failpoints};
 use hearth_testkit::faults::{Fault, Verb};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -282,6 +282,49 @@ async fn a_closed_engine_takes_nothing_new() {
     engine.close("draining");
     let error = create(&engine, "a").await.unwrap_err();
     assert!(matches!(error, EngineError::Closed(_)), "{error}");
+    engine.detach().await;
+    assert_eq!(bench.leftovers(), []);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_create_is_admitted_after_a_drain_answered() {
+    let bench = Bench::new();
+    let engine = bench.engine().await;
+    for round in 0..4 {
+        let mut creates = tokio::task::JoinSet::new();
+        for i in 0..24 {
+            let engine = Arc::clone(&engine);
+            let name = format!("r{round}-{i}");
+            creates.spawn(async move { (name.clone(), create(&engine, &name).await) });
+        }
+        // Somewhere among them: after the first were admitted.
+        let end = std::time::Instant::now() + Duration::from_secs(10);
+        while engine.work().unwrap().total() < 3 {
+            assert!(std::time::Instant::now() < end, "no create was admitted");
+            tokio::task::yield_now().await;
+        }
+        engine.ask(Ask::Drain).unwrap();
+        let admitted: Vec<String> =
+            engine.list().unwrap().iter().map(|v| v.record.name.to_string()).collect();
+        for (name, created) in creates.join_all().await {
+            match created {
+                Ok(_) => assert!(admitted.contains(&name), "{name} came in after the drain"),
+                Err(e) => {
+                    assert!(matches!(e, EngineError::NotActive { .. }), "{e}");
+                    assert!(!admitted.contains(&name), "{name} was admitted and then refused");
+                }
+            }
+        }
+        assert_eq!(engine.work().unwrap().running, u32::try_from(admitted.len()).unwrap());
+        assert!(!engine.drained(Duration::ZERO).await);
+        engine.delete_all().await;
+        assert_eq!(engine.work().unwrap().total(), 0);
+        assert!(engine.drained(Duration::from_secs(5)).await);
+        assert!(matches!(create(&engine, "late").await, Err(EngineError::NotActive { .. })));
+        engine.ask(Ask::Undrain).unwrap();
+        create(&engine, "again").await.unwrap();
+        engine.delete("again").await.unwrap();
+    }
     engine.detach().await;
     assert_eq!(bench.leftovers(), []);
 }

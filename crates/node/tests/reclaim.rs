@@ -14,6 +14,7 @@ use hearth_core::network::SlotIndex;
 use hearth_core::resource::{Kind, Resource};
 use hearth_node::{Engine, EngineError, Failpoints, Phase, ReclaimMode, ReclaimState};
 use hearth_testkit::fake_host::{FakeHost, Fault, Verb};
+use tokio::task::JoinSet;
 
 fn slot(n: u32) -> SlotIndex {
     SlotIndex::new(n).unwrap()
@@ -34,6 +35,14 @@ async fn until(what: &str, mut good: impl FnMut() -> bool) {
     assert!(tokio::time::timeout(Duration::from_secs(20), wait).await.is_ok(), "never came: {what}");
 }
 
+/// A start that goes on while the test does.
+fn start(engine: &Arc<Engine<FakeHost>>) -> JoinSet<Result<(), EngineError>> {
+    let engine = Arc::clone(engine);
+    let mut tasks = JoinSet::new();
+    tasks.spawn(async move { engine.start().await });
+    tasks
+}
+
 fn counts(engine: &Engine<FakeHost>, state: &str) -> u32 {
     engine.slot_counts().get(state).copied().unwrap_or(0)
 }
@@ -45,10 +54,7 @@ async fn a_scan_cut_short_is_taken_again_and_frees_nothing() {
         plant_slots(&bench, 1..=3);
         bench.host.fail_always(Verb::Census, kind, Fault::Incomplete);
         let engine = Engine::new(Arc::clone(&bench.host), bench.config(Failpoints::default()));
-        let starting = tokio::spawn({
-            let engine = Arc::clone(&engine);
-            async move { engine.start().await }
-        });
+        let mut starting = start(&engine);
         let told = |engine: &Engine<FakeHost>| match &*engine.phase().borrow() {
             Phase::Starting(why) => why.contains(&format!("kind {kind} is incomplete")),
             other => panic!("{other:?}"),
@@ -57,7 +63,7 @@ async fn a_scan_cut_short_is_taken_again_and_frees_nothing() {
         assert!(matches!(create(&engine, "a").await, Err(EngineError::Starting(_))));
         assert_eq!(bench.host.count(Verb::Release, Kind::Netns), 0);
         bench.host.heal();
-        starting.await.unwrap().unwrap();
+        starting.join_next().await.unwrap().unwrap().unwrap();
         until("the end", || engine.reclaim().state == ReclaimState::Done).await;
         assert_eq!(bench.leftovers(), []);
         engine.detach().await;
@@ -69,13 +75,10 @@ async fn a_daemon_told_to_end_does_not_wait_for_a_scan() {
     let bench = Bench::new();
     bench.host.fail_always(Verb::Census, Kind::Veth, Fault::Incomplete);
     let engine = Engine::new(Arc::clone(&bench.host), bench.config(Failpoints::default()));
-    let starting = tokio::spawn({
-        let engine = Arc::clone(&engine);
-        async move { engine.start().await }
-    });
+    let mut starting = start(&engine);
     until("a try", || bench.host.count(Verb::Census, Kind::Veth) >= 1).await;
     engine.detach().await;
-    assert!(starting.await.unwrap().is_err());
+    assert!(starting.join_next().await.unwrap().unwrap().is_err());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

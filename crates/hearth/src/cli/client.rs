@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::time::{Duration, Instant};
 
+use hearth_api::v1::node_service_client::NodeServiceClient;
 use hearth_api::v1::sandbox_service_client::SandboxServiceClient;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
@@ -47,10 +48,14 @@ impl Interceptor for Auth {
 /// Calls to sandboxes.
 pub(super) type Sandboxes = SandboxServiceClient<InterceptedService<Channel, Auth>>;
 
+/// Calls to the node itself, which answers while it starts too.
+pub(super) type Nodes = NodeServiceClient<InterceptedService<Channel, Auth>>;
+
 /// A connection to one daemon; cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Client {
     sandboxes: Sandboxes,
+    nodes: Nodes,
     json: bool,
 }
 
@@ -72,9 +77,16 @@ impl Client {
             Ok(token) if !token.is_empty() => Some(bearer(&token)?),
             _ => None,
         };
-        let sandboxes = SandboxServiceClient::with_interceptor(channel, Auth(header))
-            .max_decoding_message_size(LARGEST_MESSAGE);
-        Ok(Self { sandboxes, json })
+        let auth = Auth(header);
+        let nodes = NodeServiceClient::with_interceptor(channel.clone(), auth.clone());
+        let sandboxes =
+            SandboxServiceClient::with_interceptor(channel, auth).max_decoding_message_size(LARGEST_MESSAGE);
+        Ok(Self { sandboxes, nodes, json })
+    }
+
+    /// The node itself.
+    pub(super) fn nodes(&self) -> Nodes {
+        self.nodes.clone()
     }
 
     /// For calls that have their own way with errors.

@@ -3,6 +3,7 @@
 use hearth_api::EXIT_STATUS_METADATA;
 use serde_json::json;
 use tonic::{Code, Status};
+use tonic_types::StatusExt as _;
 
 use super::out;
 
@@ -80,6 +81,8 @@ impl CliError {
         // What else to do, the daemon says itself.
         match status.code() {
             Code::Unauthenticated => error.todo("set HEARTH_TOKEN to the daemon's token"),
+            // A node that does not want to says so in a detail, and its message how that ends.
+            Code::Unavailable if status.get_details_error_info().is_some() => error,
             Code::Unavailable => error.todo("see the daemon's log; `hearth ls` shows what runs"),
             _ => error,
         }

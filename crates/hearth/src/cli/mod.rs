@@ -7,6 +7,7 @@ mod creating;
 mod error;
 mod exec;
 mod images;
+mod node;
 mod out;
 mod parse;
 mod preflight;
@@ -90,6 +91,9 @@ enum Command {
     /// Import, list and remove guest kernels (as root, no daemon needed)
     #[command(subcommand)]
     Kernel(images::KernelCommand),
+    /// Show the node's status, and let it take sandboxes or not
+    #[command(subcommand)]
+    Node(node::NodeCommand),
     /// Check whether this host can run sandboxes, and say what to do
     #[command(after_help = preflight::EXAMPLES)]
     Preflight(preflight::PreflightArgs),
@@ -158,6 +162,7 @@ fn dispatch(command: Command, context: &Context) -> Result<ExitCode, CliError> {
         Command::Rm(args) => block_on(sandboxes::rm(args, context)),
         Command::Template(command) => block_on(images::template(command, context)),
         Command::Kernel(command) => block_on(images::kernel(command, context)),
+        Command::Node(command) => block_on(node::run(command, context)),
         Command::Preflight(args) => preflight::run(&args, context),
     };
     code.map(ExitCode::from)

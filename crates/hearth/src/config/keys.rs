@@ -76,6 +76,7 @@ pub(crate) static KEYS: &[Key] = &[
     key!("qemu", "FILE", qemu, "QEMU's program, if not in PATH"),
     key!("guest", "FILE", guest, "The guest agent, if not the one that came with hearth"),
     key!("token", "SECRET", token, "What clients must send; better in the file or HEARTH_TOKEN than here"),
+    key!("takeover_seconds", "N", takeover_seconds, "How long to wait for a former daemon's lock and port"),
     key!("network.veth_prefix", "PREFIX", network.veth_prefix, "First part of host link names"),
     key!("network.cidr", "CIDR", network.cidr, "IPv4 network of the slots, two addresses each"),
     key!("network.slot_pool", "N", network.slot_pool, "Prepared slots kept ready"),
@@ -111,6 +112,7 @@ impl Default for Config {
             qemu: None,
             guest: None,
             token: None,
+            takeover_seconds: 0,
             network: NetworkConfig {
                 veth_prefix: "hth".parse().expect("the default prefix is a prefix"),
                 cidr: "10.12.0.0/16".parse().expect("the default network is a network"),

@@ -1,5 +1,6 @@
 //! Between the engine's values and the messages of the API.
 
+use std::collections::HashMap;
 use std::time::Duration;
 
 use hearth_api::v1;
@@ -17,6 +18,12 @@ pub(crate) fn status(e: &EngineError) -> Status {
     let code = match e {
         EngineError::Starting(_) => {
             let details = ErrorDetails::with_retry_info(Some(RETRY_AFTER));
+            return Status::with_error_details(Code::Unavailable, e.to_string(), details);
+        }
+        EngineError::NotActive { desired, .. } => {
+            // For clients that choose among nodes; a retry here is of no use until somebody acts.
+            let reason = desired.as_str().to_uppercase();
+            let details = ErrorDetails::with_error_info(reason, hearth_api::ERROR_DOMAIN, HashMap::new());
             return Status::with_error_details(Code::Unavailable, e.to_string(), details);
         }
         EngineError::Closed(_) | EngineError::Gone(_) => Code::Unavailable,

@@ -16,7 +16,6 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
 use serde::Serialize;
-use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt as _;
@@ -31,6 +30,9 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 const GOODBYE: Duration = Duration::from_secs(3);
 /// Connections at once; further ones wait in the kernel's backlog.
 const MAX_CONNECTIONS: usize = 2048;
+
+/// The text format that Prometheus and its kin read.
+const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// What `/health` says.
 #[derive(Debug, Serialize)]
@@ -55,10 +57,15 @@ struct Reclaim {
 
 /// What the front needs to answer health questions.
 pub(crate) struct HealthSource {
-    pub(crate) report: watch::Receiver<Report>,
-    /// Number of sandboxes and the progress of reclaim; must not wait.
-    pub(crate) engine: Arc<dyn Fn() -> (usize, ReclaimProgress) + Send + Sync>,
+    pub(crate) report: Answer<Report>,
+    /// Number of sandboxes and the progress of reclaim.
+    pub(crate) engine: Answer<(usize, ReclaimProgress)>,
+    /// The text of `/metrics`.
+    pub(crate) metrics: Answer<String>,
 }
+
+/// A question that is answered at once, without the engine's threads.
+type Answer<T> = Box<dyn Fn() -> T + Send + Sync>;
 
 /// The running front.
 pub(crate) struct Front {
@@ -69,27 +76,38 @@ pub(crate) struct Front {
 /// Adds the HTTP routes to the gRPC ones.
 pub(crate) fn router(grpc: Router, source: HealthSource, token: Option<String>) -> Router {
     let source = Arc::new(source);
-    let guarded = match token {
+    let measured = Arc::clone(&source);
+    let expected = token.map(|token| Arc::new(format!("Bearer {token}")));
+    let scraper = expected.clone();
+    let guarded = match expected {
         None => grpc,
-        Some(token) => {
-            let expected = Arc::new(format!("Bearer {token}"));
-            grpc.layer(axum::middleware::from_fn(
-                move |request: axum::extract::Request, next: axum::middleware::Next| {
-                    let expected = Arc::clone(&expected);
-                    async move {
-                        if authorized(request.headers(), &expected) {
-                            next.run(request).await
-                        } else {
-                            tonic::Status::unauthenticated("a token is needed: set HEARTH_TOKEN").into_http()
-                        }
+        Some(expected) => grpc.layer(axum::middleware::from_fn(
+            move |request: axum::extract::Request, next: axum::middleware::Next| {
+                let expected = Arc::clone(&expected);
+                async move {
+                    if authorized(request.headers(), &expected) {
+                        next.run(request).await
+                    } else {
+                        tonic::Status::unauthenticated("a token is needed: set HEARTH_TOKEN").into_http()
                     }
-                },
-            ))
-        }
+                }
+            },
+        )),
     };
     guarded
         .route("/health", get(move || health(Arc::clone(&source))))
         .route("/health/live", get(|| async { "live\n" }))
+        .route(
+            "/metrics",
+            get(async move |headers: HeaderMap| match &scraper {
+                // Unlike health this tells how the node is used.
+                Some(expected) if !authorized(&headers, expected) => {
+                    let ask = [(header::WWW_AUTHENTICATE, "Bearer")];
+                    (StatusCode::UNAUTHORIZED, ask, "a token is needed\n").into_response()
+                }
+                _ => ([(header::CONTENT_TYPE, METRICS_TYPE)], (measured.metrics)()).into_response(),
+            }),
+        )
         .reset_fallback()
         .fallback(not_found)
 }
@@ -108,11 +126,11 @@ async fn not_found(headers: HeaderMap) -> Response {
     if grpc {
         return tonic::Status::unimplemented("no such service").into_http();
     }
-    (StatusCode::NOT_FOUND, "no such page; there are /health and /health/live\n").into_response()
+    (StatusCode::NOT_FOUND, "no such page; there are /health, /health/live and /metrics\n").into_response()
 }
 
 async fn health(source: Arc<HealthSource>) -> Response {
-    let report = source.report.borrow().clone();
+    let report = (source.report)();
     let code = if report.status.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let (sandboxes, reclaim) = (source.engine)();
     let body = Health {

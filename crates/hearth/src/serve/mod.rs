@@ -1,17 +1,22 @@
 //! `hearth serve`: takes the lock, binds the port, then starts the engine. From the bind on every question
 //! is answered, if only with "starting" and the reason.
 
+mod bind;
+mod checks;
 mod convert;
 mod front;
 mod logs;
+mod metrics;
 mod node;
 mod sandboxes;
+mod signals;
 mod standalone;
 mod status;
+mod supervisor;
 mod templates;
 pub(crate) mod vmms;
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -21,17 +26,19 @@ use hearth_api::v1::node_service_server::NodeServiceServer;
 use hearth_api::v1::sandbox_service_server::SandboxServiceServer;
 use hearth_api::v1::template_service_server::TemplateServiceServer;
 use hearth_core::host::Host;
-use hearth_host::facts;
 use hearth_host::kernel_host::{HostConfig, KernelHost};
-use hearth_host::lock::{InstanceClaim, InstanceLock};
-use hearth_node::{Engine, EngineConfig, EngineError, Phase, Reclaim, ReclaimMode};
-use tokio::signal::unix::{SignalKind, signal};
+use hearth_host::lock::InstanceClaim;
+use hearth_node::{Ask, Engine, EngineConfig, EngineError, Phase, Reclaim, ReclaimMode};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic_health::pb::health_server::{Health, HealthServer};
 
 use crate::config::{Config, ShutdownMode};
+use bind::Place;
 use front::{Front, HealthSource};
-use status::{Status, StatusCell};
+use signals::Signals;
+use status::{Report, Status, StatusCell};
+use supervisor::Supervisor;
 
 pub(crate) use standalone::Standalone;
 
@@ -43,6 +50,8 @@ const BOOT_DEADLINE: Duration = Duration::from_secs(180);
 const CONSOLE_CAP_BYTES: u64 = 1024 * 1024;
 /// Threads of the engine; host calls have threads of their own.
 const WORKERS: usize = 2;
+/// How often the front looks at the status when nothing tells it to.
+const LOOK: Duration = Duration::from_millis(250);
 
 /// What the services share.
 pub(crate) struct Node<H> {
@@ -54,9 +63,18 @@ pub(crate) struct Node<H> {
     /// The engine's runtime.
     runtime: tokio::runtime::Handle,
     tasks: TaskTracker,
+    /// The daemon's last moment: what only watches ends.
+    ended: CancellationToken,
 }
 
 impl<H: Host> Node<H> {
+    /// The status at this moment. Waits for nothing. For the front's thread alone: two that look at once
+    /// could take an older answer for a change.
+    pub(crate) fn report(&self) -> Report {
+        let phase = self.engine.phase().borrow().clone();
+        self.status.look(&phase, self.engine.desired())
+    }
+
     /// Runs a task on the engine's runtime; it is joined when the daemon ends.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         drop(self.tasks.spawn_on(task, &self.runtime));
@@ -82,19 +100,24 @@ pub(crate) fn run(config: &Config) -> anyhow::Result<ExitCode> {
     if config.reconcile != Config::default().reconcile {
         tracing::warn!("reconcile.* has no effect in this version");
     }
-    let lock = InstanceLock::acquire(&config.instance_run_dir())?;
-    let daemon = Daemon::start(config)?;
+    let main = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let mut signals = main.block_on(async { Signals::new() })?;
+    let supervisor = Supervisor::from_env();
+    let Some((lock, place)) = main.block_on(bind::take(config, &mut signals, &supervisor))? else {
+        return Ok(ExitCode::SUCCESS);
+    };
+    let daemon = Daemon::start(config, place, supervisor)?;
     tracing::info!(listen = %daemon.address, instance = %config.instance, pid = std::process::id(), "listening");
     let mut phase = daemon.node.engine.phase();
-    let ended = daemon.runtime.block_on(async {
-        anyhow::Ok(tokio::select! {
-            signal = next_signal() => Ok(signal?),
+    let ended = main.block_on(async {
+        tokio::select! {
+            signal = signals.next() => Ok(signal),
             failed = phase.wait_for(|p| matches!(p, Phase::Failed(_))) => Err(match failed.as_deref() {
                 Ok(Phase::Failed(why)) => why.clone(),
                 _ => "the engine is gone".to_owned(),
             }),
-        })
-    })?;
+        }
+    });
     match ended {
         Ok(signal) => {
             daemon.end(config, signal);
@@ -109,16 +132,6 @@ pub(crate) fn run(config: &Config) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// The next signal that asks for the end.
-async fn next_signal() -> std::io::Result<&'static str> {
-    let mut term = signal(SignalKind::terminate())?;
-    let mut int = signal(SignalKind::interrupt())?;
-    Ok(tokio::select! {
-        _ = term.recv() => "SIGTERM",
-        _ = int.recv() => "SIGINT",
-    })
-}
-
 /// A running daemon, without the lock.
 struct Daemon {
     address: SocketAddr,
@@ -126,13 +139,14 @@ struct Daemon {
     node: Arc<Node<KernelHost>>,
     front: Front,
     host: Arc<KernelHost>,
+    supervisor: Supervisor,
     /// Held to the end: nobody else acts under this instance's name.
     _claim: InstanceClaim,
 }
 
 impl Daemon {
-    fn start(config: &Config) -> anyhow::Result<Self> {
-        let listener = bind(config.listen)?;
+    fn start(config: &Config, place: Place, supervisor: Supervisor) -> anyhow::Result<Self> {
+        let Place { listener, claim } = place;
         let address = listener.local_addr()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(WORKERS)
@@ -144,7 +158,6 @@ impl Daemon {
             state_dir: config.instance_state_dir(),
             run_dir: config.instance_run_dir(),
         })?);
-        let claim = InstanceClaim::acquire(host.cgroups().root())?;
         if let Err(e) = hearth_host::process::raise_nofile_limit() {
             tracing::warn!("the limit of open files stays low: {e}");
         }
@@ -156,11 +169,15 @@ impl Daemon {
             has_token: config.token.is_some(),
             runtime: runtime.handle().clone(),
             tasks: TaskTracker::new(),
+            ended: CancellationToken::new(),
         });
-        let front = Front::start(listener, app(Arc::clone(&node), config.token.clone()))?;
+        let front = Front::start(listener, app(Arc::clone(&node), config.token.clone(), supervisor.clone()))?;
         let starting = Arc::clone(&node);
-        node.spawn(async move { start_engine(&starting).await });
-        Ok(Self { address, runtime, node, front, host, _claim: claim })
+        // The phase tells its failure.
+        node.spawn(async move { drop(starting.engine.start().await) });
+        let checked = Arc::clone(&node);
+        node.spawn(async move { checks::run(&checked, checked.ended.clone()).await });
+        Ok(Self { address, runtime, node, front, host, supervisor, _claim: claim })
     }
 
     /// What happens to running sandboxes, as configured; tells what is left of what had to go.
@@ -171,6 +188,9 @@ impl Daemon {
             ShutdownMode::Kill => engine.delete_all().await,
             ShutdownMode::Drain => {
                 let bound = Duration::from_secs(config.shutdown.drain_seconds);
+                if let Err(e) = engine.ask(Ask::Drain) {
+                    tracing::error!("{e}");
+                }
                 tracing::info!(seconds = bound.as_secs(), "draining: waiting for sandboxes to end");
                 if !engine.drained(bound).await {
                     tracing::warn!("not drained in time; the others go on without a daemon");
@@ -183,13 +203,18 @@ impl Daemon {
     /// Ends as configured and tells what is left, if anything.
     fn end(self, config: &Config, why: &str) {
         let node = &self.node;
-        node.status.set(Status::Draining, format!("{why}: shutting down"));
+        self.supervisor.stopping(match config.shutdown.mode {
+            ShutdownMode::Drain => Duration::from_secs(config.shutdown.drain_seconds),
+            ShutdownMode::Detach | ShutdownMode::Kill => Duration::ZERO,
+        });
+        node.status.end(format!("{why}: shutting down"));
         node.engine.close("it is shutting down");
         let left = self.runtime.block_on(async {
             let mut left = vec![];
+            let second = async { anyhow::Ok(Signals::new()?.next().await) };
             tokio::select! {
                 gone = self.settle(config) => left.extend(gone),
-                Ok(signal) = next_signal() => left.push(format!("what was waited for: a second {signal} came")),
+                Ok(signal) = second => left.push(format!("what was waited for: a second {signal} came")),
             }
             left.extend(node.engine.detach().await);
             left
@@ -201,59 +226,56 @@ impl Daemon {
         if let Err(e) = self.host.cgroups().remove_root() {
             tracing::debug!("{}", hearth_node::chain(&e));
         }
+        node.ended.cancel();
         self.front.stop();
         self.runtime.shutdown_timeout(Duration::from_secs(5));
     }
 }
 
-async fn start_engine(node: &Node<KernelHost>) {
-    let mut phase = node.engine.phase();
-    let follow = async {
-        loop {
-            match &*phase.borrow_and_update() {
-                Phase::Starting(why) => node.status.set(Status::Starting, why.clone()),
-                Phase::Ready => return node.status.set(Status::Healthy, ""),
-                Phase::Failed(why) => return node.status.set(Status::Unhealthy, why.clone()),
-            }
-            if phase.changed().await.is_err() {
-                return;
-            }
-        }
-    };
-    // The phase tells its failure.
-    let start = async { drop(node.engine.start().await) };
-    futures::join!(start, follow);
-}
+/// What gRPC health can be asked for; the empty name is the whole.
+const SERVICES: [&str; 4] =
+    ["", "hearth.v1.SandboxService", "hearth.v1.TemplateService", "hearth.v1.NodeService"];
 
-async fn app(node: Arc<Node<KernelHost>>, token: Option<String>) -> axum::Router {
+async fn app(node: Arc<Node<KernelHost>>, token: Option<String>, supervisor: Supervisor) -> axum::Router {
     let (reporter, health) = tonic_health::server::health_reporter();
     // The reporter begins with "serving", which is not true yet.
     reporter.set_service_status("", tonic_health::ServingStatus::NotServing).await;
-    let mut report = node.status.subscribe();
+    let watched = Arc::clone(&node);
     let follow = async move {
-        loop {
-            let ready = report.borrow_and_update().status == Status::Healthy;
-            let status = match ready {
-                true => tonic_health::ServingStatus::Serving,
-                false => tonic_health::ServingStatus::NotServing,
+        let mut phase = watched.engine.phase();
+        let mut told = None;
+        while !watched.ended.is_cancelled() {
+            // Serving means that sandboxes are created here: who balances creates asks this.
+            let status = match watched.report().status {
+                Status::Healthy => tonic_health::ServingStatus::Serving,
+                _ => tonic_health::ServingStatus::NotServing,
             };
-            for service in
-                ["", "hearth.v1.SandboxService", "hearth.v1.TemplateService", "hearth.v1.NodeService"]
-            {
-                reporter.set_service_status(service, status).await;
+            if told.replace(status) != Some(status) {
+                for service in SERVICES {
+                    reporter.set_service_status(service, status).await;
+                }
             }
-            if report.changed().await.is_err() {
-                return;
+            // A loop that stopped sends nothing, so it is looked for.
+            tokio::select! {
+                _ = phase.changed() => {}
+                () = tokio::time::sleep(LOOK) => {}
+                () = watched.ended.cancelled() => {}
             }
         }
     };
-    // Ends with the node, whose status cell it follows.
+    // Ends with the daemon, on the front's own thread.
     drop(node.tasks.spawn_on(follow, &tokio::runtime::Handle::current()));
     let routes = services(&node, health);
-    let sandboxes = Arc::clone(&node);
+    let told = Arc::clone(&node);
+    let told = supervisor.follow(move || {
+        supervisor::status_text(&told.report(), told.engine.sandbox_count(), &told.engine.reclaim())
+    });
+    drop(node.tasks.spawn_on(told, &tokio::runtime::Handle::current()));
+    let (reported, counted, measured) = (Arc::clone(&node), Arc::clone(&node), node);
     let source = HealthSource {
-        report: node.status.subscribe(),
-        engine: Arc::new(move || (sandboxes.engine.sandbox_count(), sandboxes.engine.reclaim())),
+        report: Box::new(move || reported.report()),
+        engine: Box::new(move || (counted.engine.sandbox_count(), counted.engine.reclaim())),
+        metrics: Box::new(move || metrics::render(&measured)),
     };
     front::router(routes.into_axum_router(), source, token)
 }
@@ -273,25 +295,6 @@ fn services(node: &Arc<Node<KernelHost>>, health: HealthServer<impl Health>) -> 
         (Err(e), _) | (_, Err(e)) => tracing::error!("no gRPC reflection: {e}"),
     }
     routes
-}
-
-fn bind(listen: SocketAddr) -> anyhow::Result<TcpListener> {
-    match TcpListener::bind(listen) {
-        Ok(listener) => Ok(listener),
-        Err(e) if e.kind() == std::io::ErrorKind::AddrInUse => {
-            let holders = facts::tcp_listeners(listen.port()).unwrap_or_default();
-            let holder = holders.into_iter().find_map(|l| l.holder);
-            match holder {
-                Some(h) => bail!(
-                    "{listen} is in use by {} (pid {}); end it or choose another --listen",
-                    h.comm,
-                    h.pid
-                ),
-                None => bail!("{listen} is in use; choose another --listen"),
-            }
-        }
-        Err(e) => Err(e).with_context(|| format!("cannot listen on {listen}")),
-    }
 }
 
 fn engine_config(config: &Config) -> anyhow::Result<EngineConfig> {

@@ -1,37 +1,173 @@
-//! `hearth.v1.NodeService`. Answers from the first moment, whatever the engine does.
+//! `hearth.v1.NodeService`. Runs on the front's thread and answers from the first moment, whatever the engine
+//! does.
 
+use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
+use futures::Stream;
 use hearth_api::v1;
 use hearth_api::v1::node_service_server::NodeService;
 use hearth_core::host::Host;
+use hearth_node::{Ask, Desired, Phase, ReclaimProgress, Work};
 use tonic::{Request, Response, Status};
 
-use super::Node;
+use super::{Node, convert};
+
+/// A stream looks this often; that is also how often it sends at most.
+const LOOK: Duration = Duration::from_millis(250);
+
+type Reply<T> = Result<Response<T>, Status>;
+type Statuses = Pin<Box<dyn Stream<Item = Result<v1::NodeStatus, Status>> + Send>>;
 
 /// The service over one node.
 pub(crate) struct NodeInfo<H>(pub(crate) Arc<Node<H>>);
 
+impl<H: Host> NodeInfo<H> {
+    fn ask(&self, ask: Ask) -> Result<v1::NodeStatus, Status> {
+        self.0.engine.ask(ask).map_err(|e| convert::status(&e))?;
+        Ok(node_status(&self.0))
+    }
+
+    /// The status now and at each change, until `last` says that this was the last one, or the daemon ends.
+    fn follow(
+        &self,
+        last: impl Fn(&v1::NodeStatus) -> bool + Send + 'static,
+    ) -> impl Stream<Item = Result<v1::NodeStatus, Status>> + Send + 'static {
+        let node = Arc::clone(&self.0);
+        let begin = (node, None::<v1::NodeStatus>, last);
+        futures::stream::unfold(begin, |(node, told, last)| async move {
+            if told.as_ref().is_some_and(&last) {
+                return None;
+            }
+            loop {
+                let now = node_status(&node);
+                if told.as_ref().is_none_or(|told| differ(told, &now)) {
+                    return Some((Ok(now.clone()), (node, Some(now), last)));
+                }
+                if node.ended.is_cancelled() {
+                    return None;
+                }
+                // Once more after the end: why the daemon ends is news.
+                tokio::select! {
+                    () = tokio::time::sleep(LOOK) => {}
+                    () = node.ended.cancelled() => {}
+                }
+            }
+        })
+    }
+}
+
+/// Whether there is news. The estimate alone is none: it changes all the time.
+fn differ(told: &v1::NodeStatus, now: &v1::NodeStatus) -> bool {
+    let plain = |status: &v1::NodeStatus| {
+        let mut status = status.clone();
+        if let Some(reclaim) = &mut status.reclaim {
+            reclaim.estimate_ms = None;
+        }
+        status
+    };
+    plain(told) != plain(now)
+}
+
 #[tonic::async_trait]
 impl<H: Host> NodeService for NodeInfo<H> {
-    async fn info(&self, _: Request<v1::InfoRequest>) -> Result<Response<v1::InfoResponse>, Status> {
+    type WatchStream = Statuses;
+    type DrainStream = Statuses;
+
+    async fn info(&self, _: Request<v1::InfoRequest>) -> Reply<v1::InfoResponse> {
         let node = &self.0;
         let config = node.engine.config();
-        let report = node.status.subscribe().borrow().clone();
         Ok(Response::new(v1::InfoResponse {
             version: env!("CARGO_PKG_VERSION").into(),
             instance: config.layout.instance.to_string(),
-            status: report.status.as_str().into(),
-            reason: report.reason,
             pid: std::process::id(),
             started_at_ms: node.started_at_ms,
             state_dir: config.state_dir.display().to_string(),
             run_dir: config.run_dir.display().to_string(),
             vmm: config.vmms.auto.to_string(),
             vmm_reason: config.vmms.auto_reason.clone(),
-            sandboxes: u32::try_from(node.engine.sandbox_count()).unwrap_or(u32::MAX),
             slots: node.engine.slot_counts().into_iter().collect(),
             slot_capacity: config.layout.cidr.slot_capacity(),
+            node: Some(node_status(node)),
         }))
+    }
+
+    async fn watch(&self, _: Request<v1::WatchRequest>) -> Reply<Self::WatchStream> {
+        Ok(Response::new(Box::pin(self.follow(|_| false))))
+    }
+
+    async fn drain(&self, request: Request<v1::DrainRequest>) -> Reply<Self::DrainStream> {
+        let wait = request.into_inner().wait;
+        self.ask(Ask::Drain)?;
+        let draining = Desired::Draining { from_standby: false }.as_str();
+        let last = move |now: &v1::NodeStatus| !wait || now.drained || now.desired != draining;
+        Ok(Response::new(Box::pin(self.follow(last))))
+    }
+
+    async fn undrain(&self, _: Request<v1::UndrainRequest>) -> Reply<v1::NodeStatus> {
+        self.ask(Ask::Undrain).map(Response::new)
+    }
+
+    async fn standby(&self, _: Request<v1::StandbyRequest>) -> Reply<v1::NodeStatus> {
+        self.ask(Ask::Standby).map(Response::new)
+    }
+
+    async fn activate(&self, _: Request<v1::ActivateRequest>) -> Reply<v1::NodeStatus> {
+        self.ask(Ask::Activate).map(Response::new)
+    }
+}
+
+/// Everything a client is told of the node's status.
+fn node_status<H: Host>(node: &Node<H>) -> v1::NodeStatus {
+    let report = node.report();
+    let work = node.engine.work();
+    let desired = node.engine.desired();
+    v1::NodeStatus {
+        status: report.status.as_str().into(),
+        reason: report.reason,
+        since_ms: report.since_ms,
+        desired: desired.as_str().into(),
+        phase: match &*node.engine.phase().borrow() {
+            Phase::Starting(_) => "starting",
+            Phase::Ready => "ready",
+            Phase::Failed(_) => "failed",
+        }
+        .into(),
+        reclaim: Some(reclaim(&node.engine.reclaim())),
+        drained: matches!(desired, Desired::Draining { .. }) && work.is_some_and(|w| w.total() == 0),
+        work: work.map(work_message),
+    }
+}
+
+fn work_message(work: Work) -> v1::Work {
+    v1::Work {
+        creating: work.creating,
+        live: work.running,
+        deleting: work.exited + work.deleting,
+        stuck: work.stuck,
+    }
+}
+
+fn reclaim(progress: &ReclaimProgress) -> v1::Reclaim {
+    v1::Reclaim {
+        state: progress.state.as_str().into(),
+        total: progress.total,
+        done: progress.done,
+        failed: progress.failed,
+        estimate_ms: progress.estimate().map(|t| u64::try_from(t.as_millis()).unwrap_or(u64::MAX)),
+        kinds: progress
+            .kinds
+            .iter()
+            .map(|(kind, p)| {
+                let leftovers = v1::Leftovers {
+                    leaked: p.leaked,
+                    stuck: p.stuck,
+                    reclaimed: p.reclaimed,
+                    failures: p.failures,
+                };
+                (kind.to_string(), leftovers)
+            })
+            .collect(),
     }
 }

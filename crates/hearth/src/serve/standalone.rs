@@ -9,6 +9,8 @@ use anyhow::{Context as _, bail};
 use hearth_host::lock::{InstanceLock, LockError};
 
 use super::Daemon;
+use super::bind::Place;
+use super::supervisor::Supervisor;
 use crate::config::{Config, ReclaimMode, ShutdownMode};
 
 /// How many may run at once on one host.
@@ -38,7 +40,8 @@ impl Standalone {
                 Err(LockError::Held { .. }) => continue,
                 Err(e) => return Err(e).context("a private daemon needs root"),
             };
-            match Daemon::start(&config) {
+            let place = Place::take(&config);
+            match place.and_then(|place| Daemon::start(&config, place, Supervisor::none())) {
                 Ok(daemon) => {
                     let standalone = Self { address: daemon.address, config, daemon, lock };
                     return standalone.ready();

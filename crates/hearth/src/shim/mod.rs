@@ -38,6 +38,7 @@ const LINGER: Duration = Duration::from_secs(1);
 /// error: it is in the exit record.
 pub(crate) fn run(dir: &Path) -> anyhow::Result<ExitCode> {
     let spec = read_spec(dir)?;
+    leave_oom_shield(Path::new("/proc/self/oom_score_adj"))?;
     // Standard error is the shim's log file. A second subscriber means that the caller has set up its own.
     let subscriber = tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
@@ -52,6 +53,16 @@ pub(crate) fn run(dir: &Path) -> anyhow::Result<ExitCode> {
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
     runtime.block_on(serve(dir, spec))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// A daemon may be shielded from the kernel's OOM killer, and the shield is inherited. A guest must not have
+/// it: the kernel would end everybody else first.
+fn leave_oom_shield(file: &Path) -> anyhow::Result<()> {
+    let score = std::fs::read_to_string(file).with_context(|| format!("read {}", file.display()))?;
+    if score.trim().parse().is_ok_and(|score: i32| score < 0) {
+        std::fs::write(file, "0").with_context(|| format!("write {}", file.display()))?;
+    }
+    Ok(())
 }
 
 fn read_spec(dir: &Path) -> anyhow::Result<ShimSpec> {

@@ -21,7 +21,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
-use super::{read_spec, serve};
+use super::{leave_oom_shield, read_spec, serve};
 
 type Client = ShimServiceClient<Channel>;
 
@@ -329,4 +329,15 @@ async fn a_living_shims_socket_is_not_taken_and_a_stale_one_is() {
     assert_eq!(mode & 0o777, 0o600);
     assert!(super::bind(&path).unwrap_err().to_string().contains("another shim"));
     drop(listener);
+}
+
+#[test]
+fn only_a_shield_from_the_oom_killer_is_taken_off() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("oom_score_adj");
+    for (before, after) in [("-500\n", "0"), ("0\n", "0\n"), ("300\n", "300\n")] {
+        std::fs::write(&file, before).unwrap();
+        leave_oom_shield(&file).unwrap();
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), after);
+    }
 }

@@ -6,8 +6,15 @@
 
 mod bad_input;
 mod clean;
+mod drain;
 mod firecracker;
 mod guest;
+mod http;
 mod net;
 mod node;
+mod probe;
 mod restart;
+mod running;
+mod status;
+mod supervisor;
+mod takeover;

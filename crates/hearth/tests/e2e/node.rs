@@ -140,6 +140,12 @@ impl Node {
     }
 
     pub fn start_daemon(&mut self) {
+        self.spawn_daemon();
+        self.wait_ready();
+    }
+
+    /// Starts the daemon and waits for nothing.
+    pub fn spawn_daemon(&mut self) {
         let log = fs::OpenOptions::new().create(true).append(true).open(self.log()).unwrap();
         let child = self
             .program()
@@ -152,6 +158,9 @@ impl Node {
             .spawn()
             .unwrap();
         self.daemon = Some(child);
+    }
+
+    fn wait_ready(&mut self) {
         let end = Instant::now() + Duration::from_secs(30);
         loop {
             let ready = self.cli(&["ls"]);
@@ -189,9 +198,16 @@ impl Node {
 
     /// SIGTERM, as a supervisor does.
     pub fn stop_daemon(&mut self) {
-        let Some(mut daemon) = self.daemon.take() else { return };
+        let Some(daemon) = self.daemon.take() else { return };
         let pid = daemon.id().to_string();
         assert!(Command::new("kill").arg(&pid).status().unwrap().success());
+        self.daemon = Some(daemon);
+        self.wait_daemon();
+    }
+
+    /// Waits for a daemon that was told to end.
+    pub fn wait_daemon(&mut self) {
+        let Some(mut daemon) = self.daemon.take() else { return };
         let end = Instant::now() + Duration::from_secs(60);
         while daemon.try_wait().unwrap().is_none() {
             assert!(Instant::now() < end, "the daemon does not end: {}", self.log_text());
@@ -212,6 +228,8 @@ impl Node {
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = self.program();
         command.args(args).env("HEARTH_CONFIG", &self.config).stdin(Stdio::null());
+        // What the daemon is told by a variable, such as its token, its clients are told as well.
+        command.envs(self.env.iter().copied());
         command
     }
 

@@ -1,0 +1,127 @@
+//! `GET /metrics`: made anew for each scrape from what the engine shows, so that there is no second set of
+//! books. Waits for nothing. What is not known yet has no value: 0 would be a claim.
+
+use std::collections::BTreeSet;
+
+use hearth_core::host::Host;
+use hearth_core::lifecycle::SlotState;
+use hearth_core::resource::Kind;
+use hearth_node::{KindProgress, ReclaimState, Status};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+
+use super::Node;
+
+/// Kinds that are reclaimed: they have a value even if nothing ever leaked.
+const RECLAIMED: [Kind; 3] = [Kind::Netns, Kind::Cgroup, Kind::Directory];
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfStatus {
+    status: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfState {
+    state: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfKind {
+    kind: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Build {
+    version: &'static str,
+}
+
+/// The text of a scrape.
+pub(super) fn render<H: Host>(node: &Node<H>) -> String {
+    let mut registry = Registry::with_prefix("hearth");
+    registry.register("build", "Version", Info::new(Build { version: env!("CARGO_PKG_VERSION") }));
+
+    let now = node.report().status;
+    let family = Family::<OfStatus, Gauge>::default();
+    for status in Status::ALL {
+        family.get_or_create(&OfStatus { status: status.as_str() }).set(i64::from(status == now));
+    }
+    registry.register("status", "1 for the present status", family);
+
+    if let Some(work) = node.engine.work() {
+        let counts = [
+            ("creating", work.creating),
+            ("running", work.running),
+            ("exited", work.exited),
+            ("deleting", work.deleting),
+            ("stuck", work.stuck),
+        ];
+        states(&mut registry, "sandboxes", "Sandboxes by state", counts);
+        let mut slots = node.engine.slot_counts();
+        for state in SLOT_STATES {
+            slots.entry(state.as_str().to_owned()).or_default();
+        }
+        states(&mut registry, "slots", "Network slots by state", slots);
+    }
+    reclaim(&mut registry, &node.engine.reclaim());
+
+    let mut text = String::new();
+    if let Err(e) = encode(&mut text, &registry) {
+        tracing::error!("metrics: {e}");
+    }
+    text
+}
+
+/// Those without a reason inside; the others appear once there is one.
+const SLOT_STATES: [SlotState; 7] = [
+    SlotState::Free,
+    SlotState::Building,
+    SlotState::Ready,
+    SlotState::Assigned,
+    SlotState::Resetting,
+    SlotState::Releasing,
+    SlotState::Leaked,
+];
+
+fn states<S: Into<String>>(
+    registry: &mut Registry,
+    name: &str,
+    help: &str,
+    counts: impl IntoIterator<Item = (S, u32)>,
+) {
+    let family = Family::<OfState, Gauge>::default();
+    for (state, count) in counts {
+        family.get_or_create(&OfState { state: state.into() }).set(i64::from(count));
+    }
+    registry.register(name, help, family);
+}
+
+fn reclaim(registry: &mut Registry, progress: &hearth_node::ReclaimProgress) {
+    let kinds: BTreeSet<Kind> = RECLAIMED.into_iter().chain(progress.kinds.keys().copied()).collect();
+    let of = |kind: &Kind| progress.kinds.get(kind).copied().unwrap_or_default();
+    if progress.state != ReclaimState::Scanning {
+        let mut gauge = |name: &str, help: &str, value: fn(KindProgress) -> u64| {
+            let family = Family::<OfKind, Gauge>::default();
+            for kind in &kinds {
+                let value = i64::try_from(value(of(kind))).unwrap_or(i64::MAX);
+                family.get_or_create(&OfKind { kind: kind.as_str() }).set(value);
+            }
+            registry.register(name, help, family);
+        };
+        gauge("leaked", "Leftovers without an owner; the only good value is 0", |k| k.leaked);
+        gauge("stuck", "Of the leaked, those tried without success", |k| k.stuck);
+    }
+    let mut counter = |name: &str, help: &str, value: fn(KindProgress) -> u64| {
+        let family = Family::<OfKind, Counter>::default();
+        for kind in &kinds {
+            family.get_or_create(&OfKind { kind: kind.as_str() }).inc_by(value(of(kind)));
+        }
+        registry.register(name, help, family);
+    };
+    counter("reclaimed", "Leftovers released", |k| k.reclaimed);
+    counter("reclaim_failures", "Tries to release a leftover without success", |k| k.failures);
+}
