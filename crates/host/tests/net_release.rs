@@ -156,6 +156,9 @@ fn processes_of_ours_are_asked_and_then_killed() {
             seen[&slot(n)].as_ref().unwrap_or_else(|e| panic!("{n}: {e}"));
         }
         assert!(fs::exists("/run/asked").unwrap(), "it was killed without being asked");
+        for mut child in [polite, stubborn] {
+            assert!(child.wait().is_err(), "a child of the releasing process stayed a zombie");
+        }
         let third = seen[&slot(3)].as_ref().unwrap_err();
         assert_eq!(third.class, ErrorClass::Busy, "{third}");
         assert!(third.to_string().contains("ownedxxxxxxxxxxx"), "{third}");
