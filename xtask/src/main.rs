@@ -1,5 +1,6 @@
 //! Repository chores. `cargo xtask check` is what a commit must pass. Nothing here ships.
 
+mod bench;
 mod check;
 mod dirty;
 mod program;
@@ -30,6 +31,9 @@ enum Chore {
     },
     /// Make leftovers as a killed daemon leaves them, or remove those made so (needs root).
     DirtyHost(dirty::Args),
+    /// Measure the product on this machine (needs root).
+    #[command(subcommand)]
+    Bench(bench::Bench),
 }
 
 fn main() -> anyhow::Result<ExitCode> {
@@ -39,6 +43,7 @@ fn main() -> anyhow::Result<ExitCode> {
     let good = match Args::parse().chore {
         Chore::Check { fast, root } => check::run(&root.unwrap_or_else(own_checkout), fast)?,
         Chore::DirtyHost(args) => stop::watching_signals(|stop| dirty::run(&args, stop)).map(|()| true)?,
+        Chore::Bench(bench) => stop::watching_signals(|stop| bench::run(&bench, stop))?,
     };
     Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
