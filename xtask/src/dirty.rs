@@ -74,10 +74,15 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<()> {
     let place = Place::of(args.layout, &args.instance);
     let record = place.load()?;
     if args.clean {
-        let Some(record) = record else {
+        let Some(mut record) = record else {
             println!("nothing to remove: dirty-host made nothing of {}", place.name());
             return Ok(());
         };
+        if record.network != record::network()? {
+            // Rules of the same names here would be somebody else's.
+            eprintln!("made in another network namespace; rules there stay, and die with it");
+            record.rules = false;
+        }
         let removed = match record.layout {
             Layout::Hearth => hearth(&record, &place).clean()?.to_string(),
             Layout::E2b => e2b(&record, &place).clean()?.to_string(),
@@ -131,12 +136,13 @@ fn wanted(args: &Args, earlier: Option<Record>, place: &Place) -> Result<Record>
         gateway: e2b_rules::gateway()?,
         dir: args.dir.clone().unwrap_or_else(|| place.dir().to_owned()),
         own_cgroup_root: !e2b_processes::cgroup_root()?.exists(),
+        network: record::network()?,
     };
     let Some(earlier) = earlier else { return Ok(new) };
-    let same = (&new.veth_prefix, new.cidr, new.from, &new.dir)
-        == (&earlier.veth_prefix, earlier.cidr, earlier.from, &earlier.dir);
+    let same = (&new.veth_prefix, new.cidr, new.from, &new.dir, new.network)
+        == (&earlier.veth_prefix, earlier.cidr, earlier.from, &earlier.dir, earlier.network);
     if !same || new.slots < earlier.slots {
-        bail!("{} was made with other values or more slots; run --clean first", place.name());
+        bail!("{} was made with other values, more slots or elsewhere; run --clean first", place.name());
     }
     Ok(Record {
         rules: new.rules || earlier.rules,

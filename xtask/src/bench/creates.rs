@@ -3,12 +3,13 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use hearth_api::v1::create_progress::Progress;
 use hearth_api::v1::sandbox_service_client::SandboxServiceClient;
-use hearth_api::v1::{CreateRequest, DeleteRequest};
+use hearth_api::v1::{CreateRequest, DeleteRequest, Sandbox};
 use tonic::transport::{Channel, Endpoint};
 
+use super::stats::{ms, percentile};
 use crate::stop::Stop;
 
 /// Small: the disk is not what is measured.
@@ -23,6 +24,30 @@ pub(crate) struct Creates {
     pub(crate) ended: Vec<Instant>,
     /// Why the others failed.
     pub(crate) failed: Vec<String>,
+    /// Time of each step, by its place in the order of steps.
+    steps: Vec<(String, Vec<Duration>)>,
+}
+
+impl Creates {
+    /// The middle time of each step, for people: where the time goes.
+    pub(crate) fn steps(&self) -> String {
+        let shown = self.steps.iter().filter_map(|(name, times)| {
+            percentile(times, 50).map(|middle| format!("{name} {:.1} ms", ms(middle)))
+        });
+        shown.collect::<Vec<_>>().join(", ")
+    }
+
+    fn note(&mut self, began: Instant, sandbox: Sandbox) {
+        self.took.push(began.elapsed());
+        self.ended.push(Instant::now());
+        for step in sandbox.steps {
+            let at = self.steps.iter().position(|(name, _)| *name == step.step).unwrap_or_else(|| {
+                self.steps.push((step.step.clone(), vec![]));
+                self.steps.len() - 1
+            });
+            self.steps[at].1.push(Duration::from_micros(step.micros));
+        }
+    }
 }
 
 /// Makes `count` sandboxes that run as plain processes, one at a time; each is deleted before the next, which is not
@@ -44,9 +69,8 @@ pub(crate) fn run(
             let name = format!("{label}-{n}");
             let began = Instant::now();
             match create(&mut client, template, &name).await {
-                Ok(()) => {
-                    creates.took.push(began.elapsed());
-                    creates.ended.push(Instant::now());
+                Ok(sandbox) => {
+                    creates.note(began, sandbox);
                     let delete = client.delete(DeleteRequest { sandbox: name.clone() }).await;
                     delete.with_context(|| format!("delete {name}"))?;
                 }
@@ -57,7 +81,7 @@ pub(crate) fn run(
     })
 }
 
-async fn create(client: &mut SandboxServiceClient<Channel>, template: &str, name: &str) -> Result<()> {
+async fn create(client: &mut SandboxServiceClient<Channel>, template: &str, name: &str) -> Result<Sandbox> {
     let request = CreateRequest {
         name: name.to_owned(),
         template: template.to_owned(),
@@ -66,10 +90,11 @@ async fn create(client: &mut SandboxServiceClient<Channel>, template: &str, name
         ..CreateRequest::default()
     };
     let mut progress = client.create(request).await?.into_inner();
-    let mut running = false;
+    let mut running = None;
     while let Some(message) = progress.message().await? {
-        running |= matches!(message.progress, Some(Progress::Sandbox(_)));
+        if let Some(Progress::Sandbox(sandbox)) = message.progress {
+            running = Some(sandbox);
+        }
     }
-    ensure!(running, "the call ended without a sandbox");
-    Ok(())
+    running.context("the call ended without a sandbox")
 }

@@ -5,7 +5,7 @@ mod parts;
 mod serial;
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use clap::ValueEnum;
@@ -90,28 +90,15 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<bool> {
     }
     eprintln!("measuring {}", binary.display());
     let mut table = Table::new(&args.slots);
-    let largest = args.slots.iter().max().copied().unwrap_or_default();
-    for &count in &args.slots {
-        let mut bench = parts::Count {
-            args,
-            count,
-            blocking: args.wants(Part::Blocking) && count == largest,
-            table: &mut table,
-            stop,
-            reclaim: None,
-            floor: None,
-        };
-        on_a_host(|| measure(&mut bench, &binary))?;
-        if args.wants(Part::Serial) {
-            on_a_host(|| serial::measure(&mut bench))?;
-        }
-    }
+    let measured = args.slots.iter().try_for_each(|count| measure(args, *count, &binary, &mut table, stop));
+    // What was measured before an error is worth as much.
     println!("{}", table.text());
     println!("Ratios are of one run on one machine. Binary: {}", binary.display());
     if let Some(path) = &args.json {
         let all = json!({
             "bench": "startup",
             "counts": args.slots,
+            "complete": measured.is_ok(),
             "binary": binary,
             "kernel": fs::read_to_string("/proc/sys/kernel/osrelease")?.trim(),
             "cpus": std::thread::available_parallelism()?.get(),
@@ -121,7 +108,18 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<bool> {
         fs::write(path, serde_json::to_string_pretty(&all)?)
             .with_context(|| format!("write {}", path.display()))?;
     }
+    measured?;
     Ok(!args.strict || table.all_met())
+}
+
+/// All parts at one count.
+fn measure(args: &Args, count: u32, binary: &Path, table: &mut Table, stop: &Stop) -> Result<()> {
+    let mut bench = parts::Count { args, count, table, stop, reclaim: None, floor: None };
+    on_a_host(|| with_leftovers(&mut bench, binary))?;
+    if args.wants(Part::Serial) {
+        on_a_host(|| serial::measure(&mut bench))?;
+    }
+    Ok(())
 }
 
 /// Runs `f` on a host of its own.
@@ -133,8 +131,8 @@ fn on_a_host(f: impl FnOnce() -> Result<()> + Send) -> Result<()> {
     .context("make namespaces")?
 }
 
-/// All parts with a daemon, and the floor, at one count. What they leave is removed, whatever happened.
-fn measure(bench: &mut parts::Count<'_>, binary: &std::path::Path) -> Result<()> {
+/// All parts with a daemon, and the floor. What they leave is removed, whatever happened.
+fn with_leftovers(bench: &mut parts::Count<'_>, binary: &Path) -> Result<()> {
     let ground = Ground::new(binary.to_owned(), bench.args.state.as_deref())?;
     let leftovers = Leftovers {
         layout: ground.layout.clone(),
@@ -143,11 +141,12 @@ fn measure(bench: &mut parts::Count<'_>, binary: &std::path::Path) -> Result<()>
         processes: 0,
         dir: ground.dir().join("dirty"),
     };
+    let largest = bench.args.slots.iter().max();
     let parts: [(bool, parts::Run); 4] = [
         (bench.args.wants(Part::Floor), parts::floor),
         (bench.args.wants(Part::Reclaim), parts::reclaim),
         (bench.args.wants(Part::Creates), parts::creates),
-        (bench.blocking, parts::blocking),
+        (bench.args.wants(Part::Blocking) && Some(&bench.count) == largest, parts::blocking),
     ];
     for (wanted, part) in parts {
         if !wanted {

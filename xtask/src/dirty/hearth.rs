@@ -43,12 +43,14 @@ pub(crate) struct Removed {
     cgroups: usize,
     namespaces: usize,
     links: usize,
+    table: bool,
 }
 
 impl fmt::Display for Removed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { cgroups, namespaces, links } = self;
-        write!(f, "{namespaces} namespaces, {links} links of theirs, {cgroups} cgroups, the host's table")
+        let Self { cgroups, namespaces, links, table } = self;
+        write!(f, "{namespaces} namespaces, {links} links of theirs, {cgroups} cgroups")?;
+        if *table { f.write_str(", the host's table") } else { Ok(()) }
     }
 }
 
@@ -141,8 +143,10 @@ impl Leftovers {
         let namespaces = self.drop_namespaces(&Stop::default())?;
         let count = u32::try_from(namespaces).unwrap_or(u32::MAX);
         sweep::wait_until_gone(ours, sweep::patience(count), &Stop::default())?;
-        host_firewall::release(&self.layout, &self.sysctl_record(), WITHIN)?;
-        Ok(Removed { cgroups: ended, namespaces, links })
+        if self.rules {
+            host_firewall::release(&self.layout, &self.sysctl_record(), WITHIN)?;
+        }
+        Ok(Removed { cgroups: ended, namespaces, links, table: self.rules })
     }
 
     /// Drops all namespaces of the instance without waiting; how many.

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
@@ -28,6 +29,13 @@ pub(super) struct Record {
     pub(super) gateway: String,
     pub(super) dir: PathBuf,
     pub(super) own_cgroup_root: bool,
+    /// Inode of the network namespace that plays the host.
+    pub(super) network: u64,
+}
+
+/// The calling thread's network namespace.
+pub(super) fn network() -> Result<u64> {
+    Ok(fs::metadata("/proc/thread-self/ns/net").context("look at the network namespace")?.ino())
 }
 
 /// Where a record and what belongs to it are kept.

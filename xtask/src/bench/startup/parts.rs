@@ -32,7 +32,6 @@ const GAUGE: Duration = Duration::from_secs(2);
 pub(super) struct Count<'a> {
     pub(super) args: &'a Args,
     pub(super) count: u32,
-    pub(super) blocking: bool,
     pub(super) table: &'a mut Table,
     pub(super) stop: &'a Stop,
     /// Time of the undisturbed reclaim, from exec to done.
@@ -194,6 +193,8 @@ pub(super) fn creates(bench: &mut Count<'_>, ground: &Ground, leftovers: &Leftov
         let (namespaces, links) = made.left()?;
         let seen = watch.seen();
         let idle = run("idle")?;
+        bench.say(&format!("steps during the reclaim, p50: {}", during.steps()));
+        bench.say(&format!("steps when idle, p50: {}", idle.steps()));
         for why in during.failed.iter().chain(&idle.failed) {
             bench.say(&format!("a create failed: {why}"));
         }
