@@ -21,8 +21,8 @@ const PORT: u16 = 5008;
 /// Where one daemon runs, and as whom.
 #[derive(Debug)]
 pub(crate) struct Ground {
-    /// The program under test.
-    binary: PathBuf,
+    /// The program under test, where one is needed.
+    binary: Option<PathBuf>,
     /// State directory with kernels and templates; the instance gets a directory of its own in it.
     state: PathBuf,
     /// Names and addresses of its slots.
@@ -57,7 +57,7 @@ pub(crate) fn binary(named: Option<&Path>) -> Result<PathBuf> {
 
 impl Ground {
     /// Prepares directories for a new instance; without `state`, an empty one is made.
-    pub(crate) fn new(binary: PathBuf, state: Option<&Path>) -> Result<Self> {
+    pub(crate) fn new(binary: Option<&Path>, state: Option<&Path>) -> Result<Self> {
         // Short: a socket's path has at most 107 bytes.
         let dir = tempfile::Builder::new().prefix("hb").tempdir().context("make a directory")?;
         let state = state.map_or_else(|| dir.path().join("s"), Path::to_owned);
@@ -66,7 +66,7 @@ impl Ground {
             veth_prefix: "hbv".parse()?,
             cidr: "10.214.0.0/16".parse()?,
         };
-        Ok(Self { binary, state, layout, dir })
+        Ok(Self { binary: binary.map(Path::to_owned), state, layout, dir })
     }
 
     /// A directory that goes with this value.
@@ -88,7 +88,8 @@ impl Ground {
         );
         fs::write(&config, text).with_context(|| format!("write {}", config.display()))?;
         let out = fs::File::create(&log).with_context(|| format!("write {}", log.display()))?;
-        let mut command = Command::new(&self.binary);
+        let binary = self.binary.as_ref().context("no binary was given to start")?;
+        let mut command = Command::new(binary);
         for (name, _) in std::env::vars_os() {
             // What the caller's shell says about another daemon must not reach this one.
             if name.to_string_lossy().starts_with("HEARTH_") && name != "HEARTH_GUEST" {
@@ -99,7 +100,7 @@ impl Ground {
         // Out of reach of the terminal's Ctrl-C: the benchmark ends it itself.
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out).process_group(0);
         let began = Instant::now();
-        let child = command.spawn().with_context(|| format!("run {}", self.binary.display()))?;
+        let child = command.spawn().with_context(|| format!("run {}", binary.display()))?;
         Ok(Daemon { child, began, address: SocketAddr::from(([127, 0, 0, 1], PORT)), log })
     }
 

@@ -79,7 +79,8 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<bool> {
     ensure!(is_root(), "the benchmark makes namespaces and links: run it as root");
     ensure!(!args.slots.is_empty() && !args.slots.contains(&0), "--slots: at least one, each at least 1");
     ensure!(args.creates > 0 && args.sample > 0, "--creates and --sample are at least 1");
-    let binary = daemon::binary(args.binary.as_deref())?;
+    let daemons = [Part::Reclaim, Part::Creates, Part::Blocking].into_iter().any(|part| args.wants(part));
+    let binary = daemons.then(|| daemon::binary(args.binary.as_deref())).transpose()?;
     if args.wants(Part::Creates) {
         let state = args.state.as_deref().context(
             "creates need a kernel and a template: give --state or HEARTH_TEST_STATE (scripts/test makes one in \
@@ -88,12 +89,14 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<bool> {
         let template = state.join("templates").join(&args.template);
         ensure!(template.exists(), "{} is not there", template.display());
     }
-    eprintln!("measuring {}", binary.display());
+    let shown = binary.as_ref().map_or_else(|| "none".to_owned(), |b| b.display().to_string());
+    eprintln!("binary: {shown}");
     let mut table = Table::new(&args.slots);
-    let measured = args.slots.iter().try_for_each(|count| measure(args, *count, &binary, &mut table, stop));
+    let measured =
+        args.slots.iter().try_for_each(|count| measure(args, *count, binary.as_deref(), &mut table, stop));
     // What was measured before an error is worth as much.
     println!("{}", table.text());
-    println!("Ratios are of one run on one machine. Binary: {}", binary.display());
+    println!("Ratios are of one run on one machine. Binary: {shown}");
     if let Some(path) = &args.json {
         let all = json!({
             "bench": "startup",
@@ -113,7 +116,7 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<bool> {
 }
 
 /// All parts at one count.
-fn measure(args: &Args, count: u32, binary: &Path, table: &mut Table, stop: &Stop) -> Result<()> {
+fn measure(args: &Args, count: u32, binary: Option<&Path>, table: &mut Table, stop: &Stop) -> Result<()> {
     let mut bench = parts::Count { args, count, table, stop, reclaim: None, floor: None };
     on_a_host(|| with_leftovers(&mut bench, binary))?;
     if args.wants(Part::Serial) {
@@ -132,8 +135,8 @@ fn on_a_host(f: impl FnOnce() -> Result<()> + Send) -> Result<()> {
 }
 
 /// All parts with a daemon, and the floor. What they leave is removed, whatever happened.
-fn with_leftovers(bench: &mut parts::Count<'_>, binary: &Path) -> Result<()> {
-    let ground = Ground::new(binary.to_owned(), bench.args.state.as_deref())?;
+fn with_leftovers(bench: &mut parts::Count<'_>, binary: Option<&Path>) -> Result<()> {
+    let ground = Ground::new(binary, bench.args.state.as_deref())?;
     let leftovers = Leftovers {
         layout: ground.layout.clone(),
         slots: bench.count,
