@@ -1,6 +1,10 @@
 //! Repository chores. `cargo xtask check` is what a commit must pass. Nothing here ships.
 
+mod bench;
 mod check;
+mod dirty;
+mod program;
+mod stop;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -25,12 +29,22 @@ enum Chore {
         #[arg(long, value_name = "DIR")]
         root: Option<PathBuf>,
     },
+    /// Make leftovers as a killed daemon leaves them, or remove those made so (needs root).
+    DirtyHost(dirty::Args),
+    /// Measure the product on this machine (needs root).
+    #[command(subcommand)]
+    Bench(bench::Bench),
 }
 
 fn main() -> anyhow::Result<ExitCode> {
-    let Chore::Check { fast, root } = Args::parse().chore;
-    let root = root.unwrap_or_else(own_checkout);
-    let good = check::run(&root, fast)?;
+    if dirty::resident::is_one() {
+        dirty::resident::stay();
+    }
+    let good = match Args::parse().chore {
+        Chore::Check { fast, root } => check::run(&root.unwrap_or_else(own_checkout), fast)?,
+        Chore::DirtyHost(args) => stop::watching_signals(|stop| dirty::run(&args, stop)).map(|()| true)?,
+        Chore::Bench(bench) => stop::watching_signals(|stop| bench::run(&bench, stop))?,
+    };
     Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 

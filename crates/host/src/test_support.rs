@@ -1,7 +1,8 @@
-//! For tests that need a kernel of their own to play with: runs a closure on a thread in a fresh network and
-//! mount namespace. Both end with the thread.
+//! For tests and benchmarks that need a kernel of their own to play with: runs a closure on a thread in a fresh
+//! network and mount namespace. Both end with the thread.
 
 use std::io;
+use std::path::Path;
 
 use hearth_core::network::NETNS_DIR;
 
@@ -9,6 +10,17 @@ use hearth_core::network::NETNS_DIR;
 #[must_use]
 pub fn is_root() -> bool {
     rustix::process::geteuid().is_root()
+}
+
+/// Takes the bind mount and the file of one namespace away: the least that removes it, and nothing is waited for.
+/// The namespace dies later, with its last holder.
+///
+/// # Errors
+/// If nothing is mounted there, or the kernel refuses.
+pub fn drop_namespace(path: &Path) -> io::Result<()> {
+    use rustix::mount::UnmountFlags;
+    rustix::mount::unmount(path, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW)?;
+    std::fs::remove_file(path)
 }
 
 /// Runs `f` on a new thread that has network and mount namespaces of its own, with `lo` down and an empty

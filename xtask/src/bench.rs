@@ -1,0 +1,28 @@
+//! Benchmarks of the product as it is built, on the machine they run on. This file and `table`, `stats`, `daemon`
+//! and `http` serve every benchmark; each benchmark has a module of its own.
+
+mod creates;
+mod daemon;
+mod http;
+mod startup;
+mod stats;
+mod table;
+mod watch;
+
+use anyhow::Result;
+
+use crate::stop::Stop;
+
+/// Which benchmark.
+#[derive(Debug, clap::Subcommand)]
+pub(crate) enum Bench {
+    /// The start of the daemon on a host full of leftovers.
+    Startup(startup::Args),
+}
+
+/// Whether the run counts as good: it measured, and with `--strict` every target was met.
+pub(crate) fn run(bench: &Bench, stop: &Stop) -> Result<bool> {
+    match bench {
+        Bench::Startup(args) => startup::run(args, stop),
+    }
+}
