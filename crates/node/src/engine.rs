@@ -22,7 +22,7 @@ use crate::blocking::blocking;
 use crate::books::Books;
 use crate::config::EngineConfig;
 use crate::error::EngineError;
-use crate::images;
+use crate::images::{self, GuestProgram};
 use crate::pool::SlotPool;
 use crate::reclaim::{Demand, ReclaimProgress};
 use crate::records::Records;
@@ -40,6 +40,7 @@ pub(crate) struct Context<H> {
     pub(crate) records: Records,
     pub(crate) pool: Arc<SlotPool<H>>,
     pub(crate) books: Books,
+    pub(crate) guest: GuestProgram,
     /// What the removal of many slots yields to.
     pub(crate) demand: Demand,
     /// The daemon ends and leaves VMs to their shims.
@@ -100,6 +101,7 @@ impl<H: Host> Engine<H> {
         let pool = SlotPool::new(Arc::clone(&host), &config);
         let context = Context {
             records: Records::new(&config.state_dir),
+            guest: GuestProgram::new(config.guest_program.clone()),
             host,
             config,
             pool,

@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use hearth_core::id::KernelName;
-use sha2::{Digest, Sha256};
+use sha2::{Digest as _, Sha256};
 
 use super::cpio::Cpio;
 use super::error::{ImageError, io};
+use super::guest_program::{Digest, GuestProgram};
 use super::job::Job;
 use super::kernel;
 use super::store::{Store, What, sync_dir};
@@ -22,30 +23,33 @@ const KEEP: usize = 2;
 /// Raised when the layout inside changes.
 const LAYOUT: &[u8] = b"hearth initramfs 1\n";
 
-/// Returns the initramfs of a kernel with this guest binary, made if it is not there yet. The common case
-/// costs one hash of the binary and a look at the directory; callers on a hot path keep the answer.
+/// Returns the initramfs of a kernel with this guest binary, made if it is not there yet. The common case costs a
+/// look at the binary's metadata and at the directory.
 ///
 /// # Errors
-/// If there is no such kernel or it cannot be written.
+/// If there is no such kernel, the binary cannot be read, or the initramfs cannot be written.
 pub fn ensure(
     store: &Store,
     kernel: &KernelName,
-    guest_binary: &[u8],
+    guest: &GuestProgram,
     job: &Job<'_>,
 ) -> Result<PathBuf, ImageError> {
     let _use = claim(store, What::Kernel, kernel.as_str(), Claim::Use)?;
     let meta = kernel::get(store, kernel)?;
     let dir = kernel::dir(store, kernel);
-    let path = dir.join(file_name(guest_binary, &meta.modules));
+    let digest = guest.digest().map_err(io("read the guest agent", guest.path()))?;
+    let path = dir.join(file_name(&digest, &meta.modules));
     if path.exists() {
         return Ok(path);
     }
+    let (binary, digest) = guest.read().map_err(io("read the guest agent", guest.path()))?;
+    let path = dir.join(file_name(&digest, &meta.modules));
     store.work(What::Initramfs, kernel.as_str(), true, job, |work| {
         if path.exists() {
             return Ok(());
         }
         let new = work.dir().join("new");
-        write(&new, guest_binary, &dir.join("modules"), &meta.modules, job)?;
+        write(&new, &binary, &dir.join("modules"), &meta.modules, job)?;
         std::fs::rename(&new, &path).map_err(io("put in place", &path))?;
         prune(&dir, &path)?;
         sync_dir(&dir)
@@ -53,10 +57,9 @@ pub fn ensure(
     Ok(path)
 }
 
-fn file_name(guest: &[u8], modules: &[String]) -> String {
+fn file_name(guest: &Digest, modules: &[String]) -> String {
     let mut hash = Sha256::new();
     hash.update(LAYOUT);
-    hash.update((guest.len() as u64).to_le_bytes());
     hash.update(guest);
     for module in modules {
         hash.update(module.as_bytes());

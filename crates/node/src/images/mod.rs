@@ -11,6 +11,7 @@ mod debian;
 mod elf;
 mod error;
 mod ext4;
+mod guest_program;
 mod job;
 mod mem;
 mod modules;
@@ -29,5 +30,6 @@ pub mod kernel;
 pub mod template;
 
 pub use error::{ErrorClass, ImageError};
+pub use guest_program::GuestProgram;
 pub use job::{Job, Progress};
 pub use store::{Listing, Store};

@@ -1,5 +1,6 @@
 //! The steps of creation. Each notes its intent in the record before it touches the host (law 1).
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
@@ -187,7 +188,7 @@ impl<H: Host> Sandbox<H> {
 
     async fn boot_files(&self) -> Result<BootFiles, String> {
         let store_dir = self.context.config.store_dir.clone();
-        let guest = self.context.config.guest_program.clone();
+        let context = Arc::clone(&self.context);
         let template = self.template.clone().ok_or("it was not made by this daemon")?;
         blocking(move || {
             let store = images::Store::open(&store_dir).map_err(|e| chain(&e))?;
@@ -195,14 +196,14 @@ impl<H: Host> Sandbox<H> {
             if !template.rootfs {
                 return Ok(BootFiles { kernel, initramfs: None, rootfs: None });
             }
-            let agent = std::fs::read(&guest).map_err(|e| {
-                format!(
-                    "guest agent {}: {e}; put hearth-guest beside hearth or set HEARTH_GUEST",
-                    guest.display()
-                )
-            })?;
-            let initramfs = images::initramfs::ensure(&store, &template.kernel, &agent, &Job::quiet(&GO_ON))
-                .map_err(|e| chain(&e))?;
+            let initramfs =
+                images::initramfs::ensure(&store, &template.kernel, &context.guest, &Job::quiet(&GO_ON))
+                    .map_err(|e| {
+                        format!(
+                            "{}; if the guest agent is missing put it beside hearth or set HEARTH_GUEST",
+                            chain(&e)
+                        )
+                    })?;
             let rootfs = Some(images::template::rootfs_path(&store, &template.name));
             Ok(BootFiles { kernel, initramfs: Some(initramfs), rootfs })
         })

@@ -3,12 +3,16 @@
 use hearth_core::id::KernelName;
 use hearth_core::image::Kernel;
 use hearth_node::images::template::Source;
-use hearth_node::images::{ErrorClass, ImageError, initramfs, kernel};
+use hearth_node::images::{ErrorClass, GuestProgram, ImageError, initramfs, kernel};
 
 use crate::common::{Bench, bzimage, job, kernel_elf, module_elf};
 
 fn name(s: &str) -> KernelName {
     s.parse().unwrap()
+}
+
+fn guest(bench: &Bench, contents: &str) -> GuestProgram {
+    GuestProgram::new(bench.input(&format!("guest-{}", contents.len()), contents.as_bytes()))
 }
 
 #[test]
@@ -89,7 +93,7 @@ fn an_initramfs_is_made_once_per_guest_binary() {
     bench.input("m/kernel/virtio_blk.ko", &module_elf(&["vermagic=6.1.0-test x"]));
     let k = name("k");
     kernel::import(&bench.store, &k, &image, Some(&bench.path("m")), false, &job()).unwrap();
-    let first = initramfs::ensure(&bench.store, &k, b"guest 1", &job()).unwrap();
+    let first = initramfs::ensure(&bench.store, &k, &guest(&bench, "guest 1"), &job()).unwrap();
     let bytes = std::fs::read(&first).unwrap();
     let text = String::from_utf8_lossy(&bytes);
     for part in
@@ -98,23 +102,24 @@ fn an_initramfs_is_made_once_per_guest_binary() {
         assert!(text.contains(part), "{part:?} is missing");
     }
     let meta = std::fs::metadata(&first).unwrap();
-    assert_eq!(initramfs::ensure(&bench.store, &k, b"guest 1", &job()).unwrap(), first);
+    assert_eq!(initramfs::ensure(&bench.store, &k, &guest(&bench, "guest 1"), &job()).unwrap(), first);
     assert_eq!(std::fs::metadata(&first).unwrap().modified().unwrap(), meta.modified().unwrap());
-    let second = initramfs::ensure(&bench.store, &k, b"guest 2", &job()).unwrap();
+    let second = initramfs::ensure(&bench.store, &k, &guest(&bench, "guest 2"), &job()).unwrap();
     assert!(first.exists() && first != second);
-    let third = initramfs::ensure(&bench.store, &k, b"guest 3", &job()).unwrap();
+    let third = initramfs::ensure(&bench.store, &k, &guest(&bench, "guest 3"), &job()).unwrap();
     assert!(!first.exists() && second.exists() && third.exists());
     assert_eq!(std::fs::read_dir(bench.state("tmp")).unwrap().count(), 0);
-    assert!(initramfs::ensure(&bench.store, &name("nope"), b"", &job()).is_err());
+    assert!(initramfs::ensure(&bench.store, &name("nope"), &guest(&bench, ""), &job()).is_err());
 }
 
 #[test]
 fn many_at_once_make_one_initramfs() {
     let bench = Bench::new();
     let k = name("default");
+    let guest = guest(&bench, "guest");
     std::thread::scope(|s| {
         let all: Vec<_> = (0..8)
-            .map(|_| s.spawn(|| initramfs::ensure(&bench.store, &k, b"guest", &job()).unwrap()))
+            .map(|_| s.spawn(|| initramfs::ensure(&bench.store, &k, &guest, &job()).unwrap()))
             .collect();
         let paths: Vec<_> = all.into_iter().map(|t| t.join().unwrap()).collect();
         assert!(paths.iter().all(|p| p == &paths[0] && p.exists()));
