@@ -179,6 +179,26 @@ fn a_daemon_told_to_drain_at_its_end_waits_for_the_last_sandbox() {
 }
 
 #[test]
+fn a_drain_at_the_end_is_bounded_and_costs_no_sandbox() {
+    if cannot("a_drain_at_the_end_is_bounded_and_costs_no_sandbox", true) {
+        return;
+    }
+    let mut node = Node::start(&Wish {
+        test: "process_vmm = true\n[shutdown]\nmode = \"drain\"\ndrain_seconds = 1",
+        ..PROCESS
+    });
+    node.ok(&create("a"));
+    let before = node.inspect("a");
+    node.stop_daemon();
+    assert!(node.log_text().contains("not drained"), "{}", node.log_text());
+    node.start_daemon();
+    assert_eq!(before["shim_pid"], node.inspect("a")["shim_pid"]);
+    // A new daemon is active: what was desired of the former one ended with it.
+    node.ok(&create("b"));
+    node.end_clean();
+}
+
+#[test]
 fn metrics_tell_the_truth_and_need_the_token() {
     if cannot("metrics_tell_the_truth_and_need_the_token", true) {
         return;
