@@ -193,7 +193,7 @@ impl Daemon {
                 }
                 tracing::info!(seconds = bound.as_secs(), "draining: waiting for sandboxes to end");
                 if !engine.drained(bound).await {
-                    tracing::warn!("not drained in time; the others go on without a daemon");
+                    tracing::warn!("not drained; what is left goes on without a daemon");
                 }
                 vec![]
             }

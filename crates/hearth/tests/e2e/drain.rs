@@ -179,40 +179,77 @@ fn a_daemon_told_to_drain_at_its_end_waits_for_the_last_sandbox() {
 }
 
 #[test]
+fn a_drain_at_the_end_is_bounded_and_costs_no_sandbox() {
+    if cannot("a_drain_at_the_end_is_bounded_and_costs_no_sandbox", true) {
+        return;
+    }
+    let mut node = Node::start(&Wish {
+        test: "process_vmm = true\n[shutdown]\nmode = \"drain\"\ndrain_seconds = 1",
+        ..PROCESS
+    });
+    node.ok(&create("a"));
+    let before = node.inspect("a");
+    node.stop_daemon();
+    assert!(node.log_text().contains("not drained"), "{}", node.log_text());
+    node.start_daemon();
+    assert_eq!(before["shim_pid"], node.inspect("a")["shim_pid"]);
+    // A new daemon is active: what was desired of the former one ended with it.
+    node.ok(&create("b"));
+    node.end_clean();
+}
+
+#[test]
 fn metrics_tell_the_truth_and_need_the_token() {
     if cannot("metrics_tell_the_truth_and_need_the_token", true) {
         return;
     }
     // The command line of the test reads the token from the same variable.
-    let node = Node::start(&Wish { env: &[("HEARTH_TOKEN", "s3cret")], ..PROCESS });
-    let metrics = |headers| get_with(&node, "/metrics", headers).unwrap();
+    let mut node = Node::start(&Wish { env: &[("HEARTH_TOKEN", "s3cret")], ..PROCESS });
     for headers in ["", "Authorization: Bearer wrong1\r\n"] {
-        let answer = metrics(headers);
+        let answer = get_with(&node, "/metrics", headers).unwrap();
         assert_eq!(answer.code, 401, "{answer:?}");
         assert!(answer.head.contains("www-authenticate: bearer"), "{}", answer.head);
         assert!(!answer.body.contains("hearth_"), "{}", answer.body);
     }
     assert_eq!(get(&node, "/health").code, 200);
-    let value = |line: &str| {
-        let answer = metrics("Authorization: Bearer s3cret\r\n");
-        assert_eq!(answer.code, 200);
-        let found = answer.body.lines().find_map(|l| l.strip_prefix(line)?.trim().parse::<u64>().ok());
-        found.unwrap_or_else(|| panic!("no {line} in {}", answer.body))
-    };
-    assert_eq!(value("hearth_status{status=\"healthy\"}"), 1);
-    assert_eq!(value("hearth_status{status=\"draining\"}"), 0);
-    assert_eq!(value("hearth_sandboxes{state=\"running\"}"), 0);
+    assert_eq!(value(&node, "hearth_status{status=\"healthy\"}"), 1);
+    assert_eq!(value(&node, "hearth_status{status=\"draining\"}"), 0);
+    assert_eq!(value(&node, "hearth_sandboxes{state=\"running\"}"), 0);
     for kind in ["netns", "cgroup", "directory"] {
         for name in ["leaked", "stuck", "reclaimed_total", "reclaim_failures_total"] {
-            assert_eq!(value(&format!("hearth_{name}{{kind=\"{kind}\"}}")), 0, "{name} {kind}");
+            assert_eq!(value(&node, &format!("hearth_{name}{{kind=\"{kind}\"}}")), 0, "{name} {kind}");
         }
     }
-    assert_eq!(value(&format!("hearth_build_info{{version=\"{}\"}}", env!("CARGO_PKG_VERSION"))), 1);
+    assert_eq!(value(&node, &format!("hearth_build_info{{version=\"{}\"}}", env!("CARGO_PKG_VERSION"))), 1);
     node.ok(&create("a"));
-    assert_eq!(value("hearth_sandboxes{state=\"running\"}"), 1);
-    assert_eq!(value("hearth_slots{state=\"assigned\"}"), 1);
+    assert_eq!(value(&node, "hearth_sandboxes{state=\"running\"}"), 1);
+    assert_eq!(value(&node, "hearth_slots{state=\"assigned\"}"), 1);
     node.ok(&["node", "drain"]);
-    assert_eq!(value("hearth_status{status=\"healthy\"}"), 0);
-    assert_eq!(value("hearth_status{status=\"draining\"}"), 1);
+    assert_eq!(value(&node, "hearth_status{status=\"healthy\"}"), 0);
+    assert_eq!(value(&node, "hearth_status{status=\"draining\"}"), 1);
+
+    // The prepared slot of a killed daemon is a leftover of the next.
+    wait_for_value(&node, "hearth_slots{state=\"ready\"}", 1);
+    node.kill_daemon();
+    node.start_daemon();
+    wait_for_value(&node, "hearth_reclaimed_total{kind=\"netns\"}", 1);
+    assert_eq!(value(&node, "hearth_leaked{kind=\"netns\"}"), 0);
+    assert_eq!(value(&node, "hearth_sandboxes{state=\"running\"}"), 1);
     node.end_clean();
+}
+
+/// A metric of a node whose token is `s3cret`.
+fn value(node: &Node, line: &str) -> u64 {
+    let answer = get_with(node, "/metrics", "Authorization: Bearer s3cret\r\n").unwrap();
+    assert_eq!(answer.code, 200);
+    let found = answer.body.lines().find_map(|l| l.strip_prefix(line)?.trim().parse().ok());
+    found.unwrap_or_else(|| panic!("no {line} in {}", answer.body))
+}
+
+fn wait_for_value(node: &Node, line: &str, wanted: u64) {
+    let end = Instant::now() + Duration::from_secs(30);
+    while value(node, line) != wanted {
+        assert!(Instant::now() < end, "{line} is not {wanted}: {}", node.log_text());
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }

@@ -149,7 +149,7 @@ fn a_blocked_engine_is_told_and_heals() {
         ..Wish::default()
     });
     let args = ["create", "busybox", "--name", "b", "--vmm", "process", "--disk", "16"];
-    let mut create = node.command(&args).spawn().unwrap();
+    let mut create = node.command(&args).stdout(std::process::Stdio::null()).spawn().unwrap();
     let end = Instant::now() + Duration::from_secs(60);
     let mut reasons = Vec::new();
     // Blocked, told, and healed: health and liveness answer all the time.
