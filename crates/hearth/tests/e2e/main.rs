@@ -6,6 +6,7 @@
 
 mod bad_input;
 mod clean;
+mod dirty;
 mod drain;
 mod firecracker;
 mod guest;
