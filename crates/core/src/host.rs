@@ -87,6 +87,18 @@ pub struct Spawned {
     pub pidfd: OwnedFd,
 }
 
+/// How a release of many slots may go on. The kernel removes what is due together under its lock for network
+/// links, about 1 ms a slot: a large batch is fast and keeps creations waiting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pace {
+    /// So many slots may go now, at least one.
+    Batch(usize),
+    /// None now; ask again after so long.
+    Wait(Duration),
+    /// No more: slots not begun stay as they are.
+    End,
+}
+
 /// How [`Host::release_slots`] goes about it.
 pub struct SlotRelease<'a> {
     /// Longest time from the first touch of a slot to the sight of its absence.
@@ -95,10 +107,8 @@ pub struct SlotRelease<'a> {
     pub grace: Duration,
     /// Cgroups whose processes are not ended: those of sandboxes that have a record.
     pub spared: &'a BTreeSet<String>,
-    /// Asked before each batch: how many slots may go at once. The kernel removes a batch under its lock for
-    /// network links, about 1 ms a slot, so a large one is fast and keeps creations waiting. 0 ends the call;
-    /// slots not begun stay as they are.
-    pub batch: &'a (dyn Fn() -> usize + Sync),
+    /// Asked before each batch.
+    pub pace: &'a (dyn Fn() -> Pace + Sync),
 }
 
 impl std::fmt::Debug for SlotRelease<'_> {
@@ -134,6 +144,14 @@ pub trait Host: Send + Sync + 'static {
     /// # Errors
     /// [`ErrorClass::Busy`] or [`ErrorClass::Deadline`] if it is still there after `within`.
     fn release(&self, resource: &Resource, within: Duration) -> Result<(), HostError>;
+
+    /// Lists namespaces and links of slots by one look at the names of both. Only a link whose slot has no namespace
+    /// is looked at closely; one beside a namespace of ours is taken for that slot's, which its release proves.
+    /// For finding out which numbers are taken, in a time that thousands of leftovers do not spoil.
+    ///
+    /// # Errors
+    /// As for [`Self::census`].
+    fn census_slots(&self) -> Result<Census, HostError>;
 
     /// Removes whole slots, as many at once as the order says, and tells of each when its absence was seen.
     /// Never stops at an error. Any part of a slot may be missing. A process of ours inside is ended; a slot

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use hearth_core::host::{
-    Census, ErrorClass, Host, HostError, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
+    Census, ErrorClass, Host, HostError, Pace, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
 };
 use hearth_core::network::{SlotIndex, SlotLayout};
 use hearth_core::process::{Liveness, ProcessIdentity};
@@ -208,8 +208,8 @@ impl Host for KernelHost {
             Resource::Cgroup { name } => self.cgroups.release(name, within),
             Resource::Process { process } => process::release(process, within),
             Resource::Netns { slot } => {
-                let (spared, batch) = (BTreeSet::new(), || 1);
-                let order = SlotRelease { within, grace: within, spared: &spared, batch: &batch };
+                let (spared, pace) = (BTreeSet::new(), || Pace::Batch(1));
+                let order = SlotRelease { within, grace: within, spared: &spared, pace: &pace };
                 net::slot::release_one(layout, *slot, &order, &|| self.own_processes())
             }
             Resource::Veth { slot } => net::veth::release(layout, *slot, within),
@@ -218,6 +218,10 @@ impl Host for KernelHost {
             Resource::HostFirewall => net::host_firewall::release(layout, &self.sysctl_record(), within),
             Resource::Mount { path } => self.mounts.release(path, within),
         }
+    }
+
+    fn census_slots(&self) -> Result<Census, HostError> {
+        net::slot::census(&self.config.layout)
     }
 
     fn release_slots(&self, slots: &[SlotIndex], order: &SlotRelease<'_>, seen: &mut SlotSeen<'_>) {

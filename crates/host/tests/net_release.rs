@@ -11,7 +11,7 @@ use std::process::{Child, Command};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use hearth_core::host::{ErrorClass, HostError, SlotRelease};
+use hearth_core::host::{ErrorClass, HostError, Pace, SlotRelease};
 use hearth_core::network::SlotIndex;
 use hearth_core::resource::Resource;
 use hearth_host::net::{netns, slot as slots, veth};
@@ -42,9 +42,8 @@ impl Default for Call {
 
 impl Call {
     fn release(&self, lab: &Lab, numbers: &[u32]) -> BTreeMap<SlotIndex, Result<(), HostError>> {
-        let batch = || self.batch;
-        let order =
-            SlotRelease { within: self.within, grace: self.grace, spared: &self.spared, batch: &batch };
+        let pace = || Pace::Batch(self.batch);
+        let order = SlotRelease { within: self.within, grace: self.grace, spared: &self.spared, pace: &pace };
         let mut seen = BTreeMap::new();
         let list: Vec<SlotIndex> = numbers.iter().map(|n| slot(*n)).collect();
         slots::release(&lab.layout, &list, &order, &|| Ok(self.own.clone()), &mut |slot, result| {
@@ -192,16 +191,21 @@ fn one_that_is_held_from_elsewhere_is_told_late_and_the_others_go_on() {
 }
 
 #[test]
-fn a_batch_of_none_ends_the_call() {
-    on_a_host("a_batch_of_none_ends_the_call", |lab| {
+fn a_pace_of_none_ends_the_call() {
+    on_a_host("a_pace_of_none_ends_the_call", |lab| {
         for n in 1..=5 {
             lab.ensure(n);
         }
         let told = AtomicUsize::new(0);
-        let batch = || if told.load(Ordering::Relaxed) == 0 { 2 } else { 0 };
+        let waited = AtomicUsize::new(0);
+        let pace = || match (told.load(Ordering::Relaxed), waited.fetch_add(1, Ordering::Relaxed)) {
+            (_, 0..3) => Pace::Wait(Duration::from_millis(1)),
+            (0, _) => Pace::Batch(2),
+            _ => Pace::End,
+        };
         let spared = BTreeSet::new();
         let within = Duration::from_secs(20);
-        let order = SlotRelease { within, grace: within, spared: &spared, batch: &batch };
+        let order = SlotRelease { within, grace: within, spared: &spared, pace: &pace };
         let mut gone = Vec::new();
         let list: Vec<SlotIndex> = (1..=5).map(slot).collect();
         slots::release(&lab.layout, &list, &order, &|| Ok(BTreeMap::new()), &mut |slot, result| {

@@ -52,7 +52,7 @@ pub struct Reclaim {
     pub parallelism: usize,
     /// Time a process of ours in a slot gets between SIGTERM and SIGKILL.
     pub grace: Duration,
-    /// How long `blocking` waits; `None`: to the end.
+    /// How long `blocking` may put off ready, counted from the start; `None`: to the end.
     pub budget: Option<Duration>,
     /// For how many leftovers `blocking` waits; `None`: for all.
     pub budget_count: Option<u64>,

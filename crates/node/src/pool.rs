@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use hearth_core::host::{ErrorClass, Host, HostError, SlotRelease};
+use hearth_core::host::{ErrorClass, Host, HostError, Pace, SlotRelease};
 use hearth_core::lifecycle::SlotState;
 use hearth_core::network::SlotIndex;
 use hearth_core::resource::Resource;
@@ -215,8 +215,8 @@ impl<H: Host> SlotPool<H> {
         let (within, grace) = (self.release_deadline, self.grace);
         let released = on_host(&self.host, move |host| {
             // Its owner is gone, so nobody in it is to be spared.
-            let (spared, batch) = (BTreeSet::new(), || 1);
-            let order = SlotRelease { within, grace, spared: &spared, batch: &batch };
+            let (spared, pace) = (BTreeSet::new(), || Pace::Batch(1));
+            let order = SlotRelease { within, grace, spared: &spared, pace: &pace };
             let mut released = Ok(());
             host.release_slots(&[slot], &order, &mut |_, result| released = result);
             released
@@ -235,16 +235,16 @@ impl<H: Host> SlotPool<H> {
         why
     }
 
-    /// Removes slots from the host, as many at once as `batch` allows when it is asked, and frees the number of each
-    /// that went. Blocks.
+    /// Removes slots from the host, at the pace that is told when asked, and frees the number of each that went.
+    /// Blocks.
     pub(crate) fn release_many(
         &self,
         slots: &[SlotIndex],
         spared: &BTreeSet<String>,
-        batch: &(dyn Fn() -> usize + Sync),
+        pace: &(dyn Fn() -> Pace + Sync),
         seen: &mut dyn FnMut(SlotIndex, Result<(), String>),
     ) {
-        let order = SlotRelease { within: self.release_deadline, grace: self.grace, spared, batch };
+        let order = SlotRelease { within: self.release_deadline, grace: self.grace, spared, pace };
         self.host.release_slots(slots, &order, &mut |slot, result| {
             let result = result.map_err(|e| self.stays(slot, &e));
             if result.is_ok() {

@@ -9,11 +9,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt as _;
-use hearth_core::host::Host;
+use hearth_core::host::{Host, Pace};
 use hearth_core::network::SlotIndex;
 use hearth_core::plan::Plan;
 use hearth_core::resource::{Kind, Resource};
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::blocking::on_host;
 use crate::config::{Reclaim, ReclaimMode};
@@ -71,7 +72,7 @@ impl Leftovers {
 impl<H: Host> Engine<H> {
     /// Begins with the leftovers of the plan, as configured. In `blocking` mode this returns when the first
     /// round is over or its budget is spent; the rest goes on.
-    pub(crate) async fn begin_reclaim(self: &Arc<Self>, plan: &Plan) {
+    pub(crate) async fn begin_reclaim(self: &Arc<Self>, plan: &Plan, start: Instant) {
         let leftovers = Leftovers::of(plan);
         let settings = self.context.config.reclaim.clone();
         if leftovers.len() > 0 {
@@ -94,11 +95,11 @@ impl<H: Host> Engine<H> {
         let engine = Arc::clone(self);
         self.tasks.spawn(async move { engine.run_reclaim(leftovers).await });
         if settings.mode == ReclaimMode::Blocking {
-            self.wait_for_reclaim(&settings).await;
+            self.wait_for_reclaim(&settings, start).await;
         }
     }
 
-    async fn wait_for_reclaim(&self, settings: &Reclaim) {
+    async fn wait_for_reclaim(&self, settings: &Reclaim, start: Instant) {
         let mut progress = self.reclaim.subscribe();
         let enough = progress.wait_for(|p| {
             p.state == ReclaimState::Done || settings.budget_count.is_some_and(|n| p.done + p.failed >= n)
@@ -107,7 +108,7 @@ impl<H: Host> Engine<H> {
             // The sender lives as long as the engine; its end ends the wait as well.
             None => drop(enough.await),
             Some(budget) => {
-                if tokio::time::timeout(budget, enough).await.is_err() {
+                if tokio::time::timeout_at(start + budget, enough).await.is_err() {
                     tracing::info!(seconds = budget.as_secs(), "reclaim budget spent, the rest goes on");
                 }
             }
@@ -163,8 +164,8 @@ impl<H: Host> Engine<H> {
         let spared: BTreeSet<String> = self.context.books.all().iter().map(|h| h.id.to_string()).collect();
         let released = on_host(&self.context.host, move |_| {
             let mut left = Vec::new();
-            let batch = || if stop.is_cancelled() { 0 } else { context.demand.batch() };
-            context.pool.release_many(&slots, &spared, &batch, &mut |slot, released| {
+            let pace = || if stop.is_cancelled() { Pace::End } else { context.demand.pace() };
+            context.pool.release_many(&slots, &spared, &pace, &mut |slot, released| {
                 if failed(&progress, Kind::Netns, &format_args!("slot {slot}"), released) {
                     left.push(slot);
                 }

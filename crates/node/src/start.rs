@@ -19,8 +19,27 @@ use crate::engine::{Engine, Phase};
 use crate::error::{EngineError, chain};
 use crate::sandbox::Begin;
 
-/// Kinds scanned at start. What lives inside a namespace goes with it and needs no scan of its own.
-const SCANNED: [Kind; 4] = [Kind::Netns, Kind::Veth, Kind::Cgroup, Kind::Directory];
+/// What is scanned at start. What lives inside a namespace goes with it and needs no scan of its own.
+const SCANNED: [Scan; 3] = [Scan::Slots, Scan::Kind(Kind::Cgroup), Scan::Kind(Kind::Directory)];
+
+/// One scan.
+#[derive(Debug, Clone, Copy)]
+enum Scan {
+    /// Namespaces and links at once, by names.
+    Slots,
+    /// One kind.
+    Kind(Kind),
+}
+
+impl std::fmt::Display for Scan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Scan::Slots => f.write_str("slots"),
+            Scan::Kind(kind) => write!(f, "kind {kind}"),
+        }
+    }
+}
+
 /// How long one scan may take.
 const CENSUS: Duration = Duration::from_secs(60);
 /// Back-off between two tries of a scan.
@@ -42,11 +61,12 @@ impl<H: Host> Engine<H> {
     }
 
     async fn try_start(self: &Arc<Self>) -> Result<(), EngineError> {
+        let start = tokio::time::Instant::now();
         self.context.config.failpoints.before_start().await.map_err(EngineError::Failed)?;
         self.phase.send_replace(Phase::Starting("taking the census".into()));
         let records = self.context.records.clone();
         let loaded = blocking(move || records.load());
-        let scans = SCANNED.map(|kind| self.whole_census(kind));
+        let scans = SCANNED.map(|scan| self.whole_census(scan));
         let conflict = on_host(&self.context.host, |host| host.conflict());
         let (loaded, conflict, scans) = futures::join!(loaded, conflict, futures::future::join_all(scans));
         match conflict {
@@ -62,8 +82,8 @@ impl<H: Host> Engine<H> {
             tracing::info!("not ours and left alone: {}", path.display());
         }
         let mut seen = BTreeSet::new();
-        for (kind, scan) in SCANNED.iter().zip(scans) {
-            self.note(*kind, scan?, &mut seen);
+        for (scan, census) in SCANNED.iter().zip(scans) {
+            self.note(*scan, census?, &mut seen);
         }
         seen.extend(loaded.without.iter().cloned().map(Seen::Directory));
         for (id, why) in &loaded.unreadable {
@@ -95,7 +115,7 @@ impl<H: Host> Engine<H> {
         } else {
             self.context.demand.begin();
         }
-        self.begin_reclaim(&plan).await;
+        self.begin_reclaim(&plan, start).await;
         self.context.demand.begin();
         self.phase.send_replace(Phase::Ready);
         Ok(())
@@ -104,17 +124,20 @@ impl<H: Host> Engine<H> {
     /// A census with nothing missing: a number that was not seen counts as free, so a scan cut short would
     /// free what is in use (law 4). Tried until it succeeds, with the reason in sight: an end of the daemon would
     /// only repeat the same scan under a supervisor.
-    async fn whole_census(&self, kind: Kind) -> Result<Census, EngineError> {
+    async fn whole_census(&self, scan: Scan) -> Result<Census, EngineError> {
         let mut wait = *CENSUS_RETRY.start();
         loop {
-            let scan = on_host(&self.context.host, move |host| host.census(kind));
-            let why = match tokio::time::timeout(CENSUS, scan).await {
+            let census = on_host(&self.context.host, move |host| match scan {
+                Scan::Slots => host.census_slots(),
+                Scan::Kind(kind) => host.census(kind),
+            });
+            let why = match tokio::time::timeout(CENSUS, census).await {
                 Ok(Ok(census)) if census.incomplete.is_empty() => return Ok(census),
                 Ok(Ok(census)) => some_of(&census.incomplete),
                 Ok(Err(e)) => chain(&e),
                 Err(_) => format!("not done after {} s", CENSUS.as_secs()),
             };
-            let why = format!("the census of kind {kind} is incomplete and taken again: {why}");
+            let why = format!("the census of {scan} is incomplete and taken again: {why}");
             if wait == *CENSUS_RETRY.start() {
                 tracing::warn!("{why}");
             }
@@ -128,10 +151,10 @@ impl<H: Host> Engine<H> {
         }
     }
 
-    fn note(&self, kind: Kind, census: Census, seen: &mut BTreeSet<Seen>) {
+    fn note(&self, scan: Scan, census: Census, seen: &mut BTreeSet<Seen>) {
         // One line however many there are: another instance may have thousands.
         if let Some((name, why)) = census.foreign.first_key_value() {
-            tracing::info!(%kind, count = census.foreign.len(), name, "not ours and left alone, such as this: {why}");
+            tracing::info!(%scan, count = census.foreign.len(), name, "not ours and left alone, such as this: {why}");
         }
         for (name, why) in &census.foreign {
             let layout = &self.context.config.layout;

@@ -83,8 +83,18 @@ pub(crate) static KEYS: &[Key] = &[
     key!("network.dns", "IP,…", network.dns, "Name servers of guests"),
     key!("reclaim.mode", "MODE", reclaim.mode, "background, blocking or off: when leftovers are released"),
     key!("reclaim.parallelism", "N", reclaim.parallelism, "Releases at once of what is no slot"),
-    key!("reclaim.budget_seconds", "N", reclaim.budget_seconds, "Time for blocking mode; 0: no limit"),
-    key!("reclaim.budget_count", "N", reclaim.budget_count, "Leftovers for blocking mode; 0: no limit"),
+    key!(
+        "reclaim.budget_seconds",
+        "N",
+        reclaim.budget_seconds,
+        "Blocking mode: ready at the latest, from the start; 0: no limit"
+    ),
+    key!(
+        "reclaim.budget_count",
+        "N",
+        reclaim.budget_count,
+        "Blocking mode: ready after so many leftovers; 0: no limit"
+    ),
     key!(
         "reclaim.grace_seconds",
         "N",

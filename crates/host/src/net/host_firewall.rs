@@ -161,7 +161,7 @@ pub fn prefix_conflict(layout: &SlotLayout, links: &Links) -> Result<Option<Stri
             )));
         }
     }
-    for link in links.0.iter().filter(|l| l.kind == "veth") {
+    for link in links.alone.iter().filter(|l| l.kind == "veth") {
         if let Some(instance) = veth::instance_in(&link.alias).filter(|i| *i != layout.instance.as_str()) {
             return Ok(Some(format!(
                 "link {} begins with this instance's veth prefix {ours} and is instance {instance}'s (alias {}); {choose}",

@@ -1,13 +1,18 @@
-//! The links whose names begin with a prefix. A dump of all links costs 75 µs each on a host with thousands; their
-//! names cost 2 µs, and asking for those that matter costs what they cost alone.
+//! The links whose names begin with a prefix, cheaply: the kernel finds the id of a link's far namespace by a walk
+//! over all it knows, so that each closer look costs 75 µs with 4,000 namespaces and 130 µs with 10,000. Names cost 2 µs.
 
+use std::collections::BTreeSet;
+use std::ffi::CStr;
 use std::fs;
 use std::io;
+use std::net::UdpSocket;
+use std::os::fd::AsRawFd;
 
-use hearth_core::network::SlotLayout;
+use hearth_core::network::{SlotIndex, SlotLayout};
 
 use super::error::{Op, Result};
 use super::netlink::NetlinkError;
+use super::netns;
 use super::rtnl::{Link, Rtnl};
 
 /// Of the thread: `/proc/net` is the main thread's, `/sys/class/net` that of whoever mounted it.
@@ -15,7 +20,12 @@ const NAMES: &str = "/proc/thread-self/net/dev";
 
 /// The links that have an instance's veth prefix, as they were at one moment.
 #[derive(Debug)]
-pub struct Links(pub(super) Vec<Link>);
+pub struct Links {
+    /// Slots that have both a link and a namespace of the right name. Taken for ours without a closer look.
+    pub(super) beside: BTreeSet<SlotIndex>,
+    /// All others.
+    pub(super) alone: Vec<Link>,
+}
 
 impl Links {
     /// Looks at them.
@@ -24,14 +34,26 @@ impl Links {
     /// If the kernel cannot be asked.
     pub fn of(layout: &SlotLayout) -> Result<Self> {
         let op = Op::new("census", "links");
+        let namespaces = netns::named(layout)?;
+        let (mut beside, mut alone) = (BTreeSet::new(), Vec::new());
+        for name in names_with(layout.veth_prefix.as_str()).map_err(|e| op.netlink("list links", e))? {
+            match layout.slot_of_veth(&name) {
+                Some(slot) if namespaces.contains(&slot) => drop(beside.insert(slot)),
+                _ => alone.push(name),
+            }
+        }
         let mut rtnl = Rtnl::open().map_err(|e| op.netlink("open a route socket", e))?;
-        let links = with_prefix(&mut rtnl, layout.veth_prefix.as_str());
-        links.map(Self).map_err(|e| op.netlink("list links", e))
+        let alone = rtnl.links_named(&alone).map_err(|e| op.netlink("look at links", e))?;
+        Ok(Self { beside, alone: alone.into_iter().flatten().collect() })
     }
 }
 
 /// All links with names that begin with `prefix`, by name. One that comes or goes meanwhile may or may not be there.
 pub(super) fn with_prefix(rtnl: &mut Rtnl, prefix: &str) -> std::result::Result<Vec<Link>, NetlinkError> {
+    Ok(rtnl.links_named(&names_with(prefix)?)?.into_iter().flatten().collect())
+}
+
+fn names_with(prefix: &str) -> std::result::Result<Vec<String>, NetlinkError> {
     let text = fs::read_to_string(NAMES).map_err(NetlinkError::Socket)?;
     let names = names(&text).ok_or_else(|| {
         let why = format!("{NAMES} is not of the known form");
@@ -40,7 +62,7 @@ pub(super) fn with_prefix(rtnl: &mut Rtnl, prefix: &str) -> std::result::Result<
     let mut names: Vec<String> = names.filter(|n| n.starts_with(prefix)).map(str::to_owned).collect();
     names.sort();
     names.dedup();
-    Ok(rtnl.links_named(&names)?.into_iter().flatten().collect())
+    Ok(names)
 }
 
 /// The names in `/proc/net/dev`: two lines of headings, then `  name: 1 2 3 …`. A name has no space and no colon
@@ -50,6 +72,31 @@ fn names(text: &str) -> Option<impl Iterator<Item = &str>> {
     let headings = [lines.next()?, lines.next()?];
     (headings[0].starts_with("Inter-") && headings[1].trim_start().starts_with("face")).then_some(())?;
     Some(lines.filter_map(|line| line.split_once(':')).map(|(name, _)| name.trim()))
+}
+
+/// Names of links by their index, without a closer look (netdevice(7)).
+#[derive(Debug)]
+pub(super) struct NameOf(UdpSocket);
+
+impl NameOf {
+    pub(super) fn open() -> io::Result<Self> {
+        // Any socket of the namespace does; this one is bound to loopback and sends nothing.
+        UdpSocket::bind("127.0.0.1:0").or_else(|_| UdpSocket::bind("0.0.0.0:0")).map(Self)
+    }
+
+    /// Nothing if there is no such link.
+    pub(super) fn link(&self, index: u32) -> Option<String> {
+        // SAFETY: an all-zero ifreq is a valid value.
+        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+        request.ifr_ifru.ifru_ifindex = i32::try_from(index).ok()?;
+        // SAFETY: SIOCGIFNAME reads and writes one ifreq, which lives here.
+        if unsafe { libc::ioctl(self.0.as_raw_fd(), libc::SIOCGIFNAME, &raw mut request) } < 0 {
+            return None;
+        }
+        // SAFETY: the kernel ends the name with a NUL within the field (netdev_get_name).
+        let name = unsafe { CStr::from_ptr(request.ifr_name.as_ptr()) };
+        name.to_str().ok().map(str::to_owned)
+    }
 }
 
 #[cfg(test)]
@@ -64,5 +111,12 @@ mod tests {
             assert!(names(other).is_none(), "{other:?}");
         }
         assert!(names(&fs::read_to_string(NAMES).unwrap()).unwrap().any(|n| n == "lo"));
+    }
+
+    #[test]
+    fn the_first_link_is_lo() {
+        let names = NameOf::open().unwrap();
+        assert_eq!(names.link(1).as_deref(), Some("lo"));
+        assert_eq!(names.link(2_000_000_000), None);
     }
 }

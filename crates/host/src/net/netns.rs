@@ -5,6 +5,7 @@
 //! in that place is foreign. Entering happens on a thread that ends afterwards, so that no thread of the daemon
 //! is ever left in the wrong namespace.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -102,6 +103,22 @@ pub fn census(layout: &SlotLayout) -> Result<Census> {
         census.ours.push(Sighting { resource: Resource::Netns { slot }, facts });
     }
     Ok(census)
+}
+
+/// The slots that have anything under their namespace's name, by names alone.
+pub(super) fn named(layout: &SlotLayout) -> Result<BTreeSet<SlotIndex>> {
+    let op = Op::new("census", "netns");
+    let entries = match fs::read_dir(DIRECTORY) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
+        Err(e) => return Err(op.io(&format!("read {DIRECTORY}"), e)),
+    };
+    let mut slots = BTreeSet::new();
+    for entry in entries {
+        let name = entry.map_err(|e| op.io(&format!("read {DIRECTORY}"), e))?.file_name();
+        slots.extend(name.to_str().and_then(|name| layout.slot_of_netns(name)));
+    }
+    Ok(slots)
 }
 
 /// Makes the slot's namespace with `lo` up, or completes an empty file.

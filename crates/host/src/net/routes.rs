@@ -1,11 +1,9 @@
 //! Routes of the host that a slot CIDR would collide with. Read-only; asked once at start.
 
-use std::collections::HashMap;
-
 use hearth_core::network::{Cidr, SlotLayout};
 
 use super::error::{Op, Result};
-use super::links::Links;
+use super::links::{Links, NameOf};
 use super::rtnl::{Link, Route, Rtnl};
 use super::veth;
 
@@ -20,13 +18,14 @@ pub fn overlapping(layout: &SlotLayout, links: &Links) -> Result<Vec<String>> {
     let mut rtnl = Rtnl::open().map_err(|e| op.netlink("open a route socket", e))?;
     let routes = rtnl.routes().map_err(|e| op.netlink("list routes", e))?;
     let mut found = Vec::new();
-    let known: HashMap<u32, &Link> = links.0.iter().map(|l| (l.index, l)).collect();
+    let names = NameOf::open().map_err(|e| op.io("open a socket", e))?;
     for route in routes.iter().filter(|r| collides(r, &layout.cidr)) {
+        let slot = route.oif.and_then(|index| layout.slot_of_veth(&names.link(index)?));
+        if slot.is_some_and(|slot| links.beside.contains(&slot)) {
+            continue;
+        }
         let link = match route.oif {
-            Some(index) => match known.get(&index) {
-                Some(link) => Some((*link).clone()),
-                None => rtnl.link_at(index).map_err(|e| op.netlink("name a route's link", e))?,
-            },
+            Some(index) => rtnl.link_at(index).map_err(|e| op.netlink("name a route's link", e))?,
             None => None,
         };
         let our_slot = |l: &Link| layout.slot_of_veth(&l.name);

@@ -1,5 +1,6 @@
 //! A slot as a whole: putting a used one back into the state its parts were made in, and removing many.
 
+mod census;
 mod held;
 mod release;
 
@@ -9,6 +10,7 @@ use super::error::{Op, Result};
 use super::rtnl::Rtnl;
 use super::{netns, sandbox_firewall, tap};
 
+pub use census::census;
 pub use release::{OwnProcesses, release, release_one};
 
 /// Fresh rules, no connection tracked, no neighbour learnt, an empty tap queue. Call it when every process of the

@@ -32,20 +32,24 @@ pub fn census(layout: &SlotLayout) -> Result<Census> {
     let mut host = Rtnl::open().map_err(|e| op.netlink("open a route socket", e))?;
     let prefix = layout.veth_prefix.as_str();
     for link in links::with_prefix(&mut host, prefix).map_err(|e| op.netlink("list links", e))? {
-        match layout.slot_of_veth(&link.name) {
-            Some(slot) => match stranger(&op, &mut host, layout, slot, &link) {
-                Ok(None) => census
-                    .ours
-                    .push(Sighting { resource: Resource::Veth { slot }, facts: facts(layout, slot, &link) }),
-                Ok(Some(why)) => drop(census.foreign.insert(link.name, why)),
-                Err(e) => census.incomplete.push(format!("{}: {e}", link.name)),
-            },
-            None => {
-                census.foreign.insert(link.name, "begins with our prefix, but no slot number follows".into());
-            }
-        }
+        sort(&op, &mut host, layout, link, &mut census);
     }
     Ok(census)
+}
+
+/// Enters a link that has our prefix into a census: ours, foreign, or not known.
+pub(super) fn sort(op: &Op, host: &mut Rtnl, layout: &SlotLayout, link: Link, census: &mut Census) {
+    let Some(slot) = layout.slot_of_veth(&link.name) else {
+        census.foreign.insert(link.name, "begins with our prefix, but no slot number follows".into());
+        return;
+    };
+    match stranger(op, host, layout, slot, &link) {
+        Ok(None) => census
+            .ours
+            .push(Sighting { resource: Resource::Veth { slot }, facts: facts(layout, slot, &link) }),
+        Ok(Some(why)) => drop(census.foreign.insert(link.name, why)),
+        Err(e) => census.incomplete.push(format!("{}: {e}", link.name)),
+    }
 }
 
 /// Makes the pair, or completes one that lacks addresses or routes or is down. A pair whose far end is not in

@@ -12,7 +12,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use hearth_core::host::{Census, HostError, SlotRelease};
+use hearth_core::host::{Census, HostError, Pace, SlotRelease};
 use hearth_core::network::{SlotIndex, SlotLayout};
 use hearth_core::resource::Resource;
 use hearth_host::net::links::Links;
@@ -116,8 +116,8 @@ impl Lab {
 
 /// Removes one slot; no process counts as this instance's.
 pub fn release_slot(layout: &SlotLayout, slot: SlotIndex, within: Duration) -> Result<(), HostError> {
-    let (spared, batch) = (BTreeSet::new(), || 1);
-    let order = SlotRelease { within, grace: within, spared: &spared, batch: &batch };
+    let (spared, pace) = (BTreeSet::new(), || Pace::Batch(1));
+    let order = SlotRelease { within, grace: within, spared: &spared, pace: &pace };
     slot::release_one(layout, slot, &order, &|| Ok(BTreeMap::new()))
 }
 

@@ -6,7 +6,7 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use hearth_core::host::{
-    Census, ErrorClass, Host, HostError, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
+    Census, ErrorClass, Host, HostError, Pace, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
 };
 use hearth_core::network::SlotIndex;
 use hearth_core::process::{Liveness, ProcessIdentity};
@@ -96,13 +96,27 @@ impl Host for FakeHost {
         after(Verb::Release, &what, fault)
     }
 
+    fn census_slots(&self) -> Result<Census, HostError> {
+        let mut census = self.census(Kind::Netns)?;
+        let links = self.census(Kind::Veth)?;
+        census.ours.extend(links.ours);
+        census.foreign.extend(links.foreign);
+        census.incomplete.extend(links.incomplete);
+        Ok(census)
+    }
+
     fn release_slots(&self, slots: &[SlotIndex], order: &SlotRelease<'_>, seen: &mut SlotSeen<'_>) {
         let mut waiting = slots;
         while !waiting.is_empty() {
-            let (batch, rest) = waiting.split_at((order.batch)().min(waiting.len()));
-            if batch.is_empty() {
-                return;
-            }
+            let n = match (order.pace)() {
+                Pace::Batch(n) => n.min(waiting.len()),
+                Pace::Wait(time) => {
+                    std::thread::sleep(time);
+                    continue;
+                }
+                Pace::End => return,
+            };
+            let (batch, rest) = waiting.split_at(n);
             waiting = rest;
             for slot in batch {
                 // Past every error, as the kernel host does; the first tells.

@@ -6,8 +6,8 @@
 //! - Never a link by itself: that waits for a grace period (17-20 ms) under the lock of all links. A namespace takes
 //!   its links with it, and the kernel's one worker takes all namespaces that are due at once.
 //! - Addresses first: cleaning up routes is what makes the death of many links quadratic.
-//! - A batch is over when its last link is gone, seen by netlink events; the next one is then already due while the
-//!   kernel still waits for the grace periods of the former.
+//! - Taking names away costs as much as the kernel's work on what lost them, and the two go on at once: while one batch
+//!   dies the next one is made due. Links that are gone are heard of by netlink events.
 //!
 //! The host's end is the witness of a namespace's death: as long as anything holds the namespace (a process, a socket,
 //! a tap's descriptor) it is there. It is never deleted to make a slot look gone.
@@ -17,7 +17,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use hearth_core::host::{HostError, SlotRelease, SlotSeen};
+use hearth_core::host::{HostError, Pace, SlotRelease, SlotSeen};
 use hearth_core::network::{SlotIndex, SlotLayout};
 
 use super::held::Held;
@@ -78,6 +78,7 @@ pub fn release(
         waiting: slots.iter().copied().collect(),
         next: VecDeque::new(),
         dying: HashMap::new(),
+        last: 0,
         held: Vec::new(),
         inside: Inside::default(),
         progress: Instant::now(),
@@ -97,6 +98,8 @@ struct Release<'a> {
     next: VecDeque<Ready>,
     /// By the index of the host's end.
     dying: HashMap<u32, Dying>,
+    /// Size of the last batch.
+    last: usize,
     /// Kept by processes of ours that were told to end.
     held: Vec<Held>,
     inside: Inside,
@@ -131,40 +134,55 @@ impl Release<'_> {
             && self.dying.is_empty()
             && self.held.is_empty())
         {
-            if self.next.is_empty() && !self.waiting.is_empty() {
-                let n = self.batch();
-                let batch: Vec<SlotIndex> = self.waiting.drain(..n.min(self.waiting.len())).collect();
-                self.next = self.prepare(&batch).into();
-            }
-            if !self.next.is_empty() && (self.dying.is_empty() || self.progress.elapsed() > STALLED) {
-                // Asked again: a creation may have come since they were looked at.
-                let n = self.batch();
-                for ready in self.next.drain(..n.min(self.next.len())).collect::<Vec<_>>() {
-                    if let Err(e) = self.unlink(&ready) {
-                        self.tell(ready.slot, Err(e));
+            let mut pause = TICK;
+            if self.may_begin() {
+                match (self.order.pace)() {
+                    Pace::Batch(n) => {
+                        self.begin(n.max(1));
+                        pause = Duration::ZERO;
+                    }
+                    Pace::Wait(time) => pause = time.min(TICK),
+                    Pace::End => {
+                        self.waiting.clear();
+                        self.next.clear();
                     }
                 }
-                self.progress = Instant::now();
-                // Looking at the next ones is done while these die.
-                continue;
             }
             self.look_after_held();
             if !self.dying.is_empty() {
-                self.wait_for_links();
-            } else if self.waiting.is_empty() && self.next.is_empty() && !self.held.is_empty() {
-                std::thread::sleep(TICK);
+                self.wait_for_links(pause);
+            } else if !(self.held.is_empty() && self.waiting.is_empty() && self.next.is_empty()) {
+                std::thread::sleep(pause);
             }
         }
     }
 
-    /// How many may go at once. None: what was not begun stays as it is.
-    fn batch(&mut self) -> usize {
-        let n = (self.order.batch)();
-        if n == 0 {
-            self.waiting.clear();
-            self.next.clear();
+    /// Whether the next batch may lose its names: one batch may wait for the kernel's worker, which is busy with the
+    /// one before, so that the two never wait for each other and no more than that goes under one lock.
+    fn may_begin(&self) -> bool {
+        let begun = self.dying.len() <= self.last || self.progress.elapsed() > STALLED;
+        begun && !(self.waiting.is_empty() && self.next.is_empty())
+    }
+
+    fn begin(&mut self, n: usize) {
+        self.look_ahead(n);
+        for ready in self.next.drain(..n.min(self.next.len())).collect::<Vec<_>>() {
+            if let Err(e) = self.unlink(&ready) {
+                self.tell(ready.slot, Err(e));
+            }
         }
-        n
+        self.last = n;
+        self.progress = Instant::now();
+        // While these die.
+        self.look_ahead(n);
+    }
+
+    /// Sees to it that `n` are ready to lose their names.
+    fn look_ahead(&mut self, n: usize) {
+        let n = n.saturating_sub(self.next.len()).min(self.waiting.len());
+        let slots: Vec<SlotIndex> = self.waiting.drain(..n).collect();
+        let ready = self.prepare(&slots);
+        self.next.extend(ready);
     }
 
     fn tell(&mut self, slot: SlotIndex, result: Result<()>) {
@@ -314,9 +332,9 @@ impl Release<'_> {
         Ok(())
     }
 
-    fn wait_for_links(&mut self) {
+    fn wait_for_links(&mut self, pause: Duration) {
         let mut gone = Vec::new();
-        let whole = self.events.gone(Instant::now() + TICK, |index| gone.push(index));
+        let whole = self.events.gone(Instant::now() + pause, |index| gone.push(index));
         for index in gone {
             if let Some(dying) = self.dying.remove(&index) {
                 self.progress = Instant::now();
