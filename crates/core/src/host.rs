@@ -2,8 +2,9 @@
 //! `hearth-testkit` with a fake; one conformance suite holds for both.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::network::SlotIndex;
@@ -171,6 +172,18 @@ pub trait Host: Send + Sync + 'static {
     /// # Errors
     /// If it cannot be looked at.
     fn conflict(&self) -> Result<Option<String>, HostError>;
+
+    /// Bytes that an unprivileged writer may still use on the file system of `dir`.
+    ///
+    /// # Errors
+    /// If it cannot be asked.
+    fn free_bytes(&self, dir: &Path) -> Result<u64, HostError>;
+
+    /// Makes `to` a copy of `from` that takes space only where `from` does. Nothing is left of it on an error.
+    ///
+    /// # Errors
+    /// If `to` exists or cannot be written.
+    fn copy_sparse(&self, from: &File, to: &Path) -> Result<(), HostError>;
 
     /// Starts a program inside an existing cgroup (`clone3` with `CLONE_INTO_CGROUP`).
     ///

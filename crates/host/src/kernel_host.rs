@@ -20,7 +20,7 @@ use crate::cgroup::Cgroups;
 use crate::directory::Directories;
 use crate::mount::Mounts;
 use crate::process::{self, SpawnOptions};
-use crate::{error, net};
+use crate::{error, net, sparse};
 
 /// Soft limit of open files of a started process: a shim holds a few per block request and connection; more
 /// only slows what walks the table (measured: Firecracker starts slower with half a million).
@@ -246,6 +246,14 @@ impl Host for KernelHost {
                 layout.cidr
             )
         }))
+    }
+
+    fn free_bytes(&self, dir: &Path) -> Result<u64, HostError> {
+        sparse::free_bytes(dir)
+    }
+
+    fn copy_sparse(&self, from: &fs::File, to: &Path) -> Result<(), HostError> {
+        sparse::copy(from, to)
     }
 
     fn spawn(&self, spec: &SpawnSpec) -> Result<Spawned, HostError> {

@@ -16,4 +16,5 @@ pub mod mount;
 pub mod mountinfo;
 pub mod net;
 pub mod process;
+pub mod sparse;
 pub mod test_support;

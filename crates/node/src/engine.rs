@@ -22,6 +22,7 @@ use crate::blocking::blocking;
 use crate::books::Books;
 use crate::config::EngineConfig;
 use crate::error::EngineError;
+use crate::images::disk::Blanks;
 use crate::images::{self, GuestProgram};
 use crate::pool::SlotPool;
 use crate::reclaim::{Demand, ReclaimProgress};
@@ -41,6 +42,7 @@ pub(crate) struct Context<H> {
     pub(crate) pool: Arc<SlotPool<H>>,
     pub(crate) books: Books,
     pub(crate) guest: GuestProgram,
+    pub(crate) blanks: Blanks,
     /// What the removal of many slots yields to.
     pub(crate) demand: Demand,
     /// The daemon ends and leaves VMs to their shims.
@@ -102,6 +104,7 @@ impl<H: Host> Engine<H> {
         let context = Context {
             records: Records::new(&config.state_dir),
             guest: GuestProgram::new(config.guest_program.clone()),
+            blanks: Blanks::new(config.state_dir.clone()),
             host,
             config,
             pool,

@@ -117,7 +117,7 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<bool> {
 
 /// All parts at one count.
 fn measure(args: &Args, count: u32, binary: Option<&Path>, table: &mut Table, stop: &Stop) -> Result<()> {
-    let mut bench = parts::Count { args, count, table, stop, reclaim: None, floor: None };
+    let mut bench = parts::Count { args, count, table, stop, reclaim: None, floors: Vec::new() };
     on_a_host(|| with_leftovers(&mut bench, binary))?;
     if args.wants(Part::Serial) {
         on_a_host(|| serial::measure(&mut bench))?;
@@ -145,9 +145,12 @@ fn with_leftovers(bench: &mut parts::Count<'_>, binary: Option<&Path>) -> Result
         dir: ground.dir().join("dirty"),
     };
     let largest = bench.args.slots.iter().max();
-    let parts: [(bool, parts::Run); 4] = [
-        (bench.args.wants(Part::Floor), parts::floor),
-        (bench.args.wants(Part::Reclaim), parts::reclaim),
+    let reclaim = bench.args.wants(Part::Reclaim);
+    let parts: [(bool, parts::Run); 5] = [
+        (bench.args.wants(Part::Floor), parts::floor_before),
+        (reclaim, parts::reclaim),
+        // A namespace that played the host before is up to twice as slow as a fresh one, and the machine varies.
+        (bench.args.wants(Part::Floor) && reclaim, parts::floor_after),
         (bench.args.wants(Part::Creates), parts::creates),
         (bench.args.wants(Part::Blocking) && Some(&bench.count) == largest, parts::blocking),
     ];

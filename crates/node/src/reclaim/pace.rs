@@ -3,19 +3,22 @@
 //! goes from time to time, and batches grow when nobody did for a while. All sizes and times are fixed: a throttle that
 //! followed measured latency collapsed.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hearth_core::host::Pace;
 
-/// Between creations, and while there are some.
-const SMALL: usize = 32;
+/// While somebody creates or may begin at any moment.
+const SMALL: usize = 16;
 const MIDDLE: usize = 128;
 const LARGE: usize = 512;
+/// After a creation the next one is likely.
+const BUSY: Duration = Duration::from_millis(500);
 /// Without a creation for this long batches grow, and after three times as long again.
 const CALM: Duration = Duration::from_secs(1);
-/// From one batch to the next while creations are under way, so that the release never stands still.
-const YIELD: Duration = Duration::from_millis(250);
+/// From one batch to the next while somebody creates: the kernel is done with the former for most of it. The release
+/// never stands still.
+const YIELD: Duration = Duration::from_millis(400);
 /// Until the question is asked again.
 const SOON: Duration = Duration::from_millis(5);
 
@@ -26,7 +29,9 @@ pub(crate) struct Demand(Mutex<State>);
 #[derive(Debug, Default)]
 struct State {
     creating: usize,
-    /// End of the last creation, or the moment from which they are possible.
+    /// From when on creations are possible.
+    possible: Option<Instant>,
+    /// End of the last one.
     last: Option<Instant>,
     /// When a batch was last let go.
     batch: Option<Instant>,
@@ -37,29 +42,28 @@ struct State {
 pub(crate) struct Creating<'a>(&'a Demand);
 
 impl Demand {
-    fn change(&self, change: impl FnOnce(&mut State)) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        change(&mut state);
-        state.last = Some(Instant::now());
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Creations are possible from now on.
     pub(crate) fn begin(&self) {
-        self.change(|_| ());
+        self.state().possible = Some(Instant::now());
     }
 
     /// Notes a creation until the value is dropped.
     pub(crate) fn creating(&self) -> Creating<'_> {
-        self.change(|state| state.creating += 1);
+        self.state().creating += 1;
         Creating(self)
     }
 
     /// How many slots may be removed now.
     pub(crate) fn pace(&self) -> Pace {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state();
         let now = Instant::now();
         let since = |at: Option<Instant>| at.map(|at| now.saturating_duration_since(at));
-        let pace = pace(state.creating > 0, since(state.last), since(state.batch));
+        let last = if state.creating > 0 { Some(Duration::ZERO) } else { since(state.last) };
+        let pace = pace(since(state.possible), last, since(state.batch));
         if matches!(pace, Pace::Batch(_)) {
             state.batch = Some(now);
         }
@@ -69,16 +73,19 @@ impl Demand {
 
 impl Drop for Creating<'_> {
     fn drop(&mut self) {
-        self.0.change(|state| state.creating = state.creating.saturating_sub(1));
+        let mut state = self.0.state();
+        state.creating = state.creating.saturating_sub(1);
+        state.last = Some(Instant::now());
     }
 }
 
-/// The rule. `calm` is the time since somebody could or did create, `None` if nobody can yet; `batch` the time since
-/// the last batch.
-fn pace(creating: bool, calm: Option<Duration>, batch: Option<Duration>) -> Pace {
-    match calm {
-        _ if creating && batch.is_some_and(|t| t < YIELD) => Pace::Wait(SOON),
-        _ if creating => Pace::Batch(SMALL),
+/// The rule, by the time since creations are possible, since the last one (zero while one is under way), and since
+/// the last batch; `None` if there was none.
+fn pace(possible: Option<Duration>, last: Option<Duration>, batch: Option<Duration>) -> Pace {
+    if last.is_some_and(|t| t < BUSY) {
+        return if batch.is_some_and(|t| t < YIELD) { Pace::Wait(SOON) } else { Pace::Batch(SMALL) };
+    }
+    match possible.map(|p| last.map_or(p, |l| l.min(p))) {
         Some(calm) if calm < CALM => Pace::Batch(SMALL),
         Some(calm) if calm < 3 * CALM => Pace::Batch(MIDDLE),
         _ => Pace::Batch(LARGE),
@@ -89,27 +96,36 @@ fn pace(creating: bool, calm: Option<Duration>, batch: Option<Duration>) -> Pace
 mod tests {
     use super::*;
 
+    const NOW: Option<Duration> = Some(Duration::ZERO);
+
+    fn after(seconds: f64) -> Option<Duration> {
+        Some(Duration::from_secs_f64(seconds))
+    }
+
     #[test]
     fn batches_grow_when_nobody_creates() {
-        let after = |s| pace(false, Some(Duration::from_secs_f64(s)), Some(Duration::ZERO));
-        assert_eq!([0.0, 0.9].map(after), [Pace::Batch(SMALL); 2]);
-        assert_eq!([1.0, 2.9].map(after), [Pace::Batch(MIDDLE); 2]);
-        assert_eq!([3.0, 99.0].map(after), [Pace::Batch(LARGE); 2]);
-        assert_eq!(pace(false, None, None), Pace::Batch(LARGE));
+        for (since, batch) in [(0.0, SMALL), (0.9, SMALL), (1.0, MIDDLE), (2.9, MIDDLE), (3.0, LARGE)] {
+            assert_eq!(pace(after(since), None, NOW), Pace::Batch(batch), "{since} s after ready");
+            let later = after(since + BUSY.as_secs_f64());
+            assert!(matches!(pace(after(99.0), later, NOW), Pace::Batch(n) if n >= batch), "{since}");
+        }
+        assert_eq!(pace(after(99.0), after(0.6), NOW), Pace::Batch(SMALL));
+        assert_eq!(pace(after(99.0), after(99.0), NOW), Pace::Batch(LARGE));
+        // Nobody can yet.
+        assert_eq!(pace(None, None, NOW), Pace::Batch(LARGE));
     }
 
     #[test]
     fn while_somebody_creates_a_small_batch_goes_from_time_to_time() {
         let demand = Demand::default();
+        demand.begin();
         let one = demand.creating();
         let two = demand.creating();
         assert_eq!(demand.pace(), Pace::Batch(SMALL));
         assert_eq!(demand.pace(), Pace::Wait(SOON));
         drop(one);
-        assert_eq!(demand.pace(), Pace::Wait(SOON));
-        assert_eq!(pace(true, Some(Duration::ZERO), Some(YIELD)), Pace::Batch(SMALL));
         drop(two);
-        // The last one ended just now.
-        assert_eq!(demand.pace(), Pace::Batch(SMALL));
+        assert_eq!(demand.pace(), Pace::Wait(SOON), "the next one is likely");
+        assert_eq!(pace(after(9.0), NOW, Some(YIELD)), Pace::Batch(SMALL));
     }
 }

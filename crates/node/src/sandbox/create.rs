@@ -1,5 +1,6 @@
 //! The steps of creation. Each notes its intent in the record before it touches the host (law 1).
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -69,10 +70,11 @@ impl<H: Host> Sandbox<H> {
                 // Inside the state directory, which the record names.
                 let path = self.context.records.sandbox_dir(&self.record.id).join(DISK_FILE);
                 let size = self.record.spec.disk_mib;
+                let context = Arc::clone(&self.context);
                 // Not stopped half-way: it takes milliseconds, and its end is awaited in any case.
-                let made = blocking(move || images::disk::create(&path, size, &Job::quiet(&GO_ON))).await;
-                made.map_err(|e| failed(chain(&e)))?;
-                Ok(())
+                on_host(&self.context.host, move |host| make_disk(host, &context.blanks, &path, size))
+                    .await
+                    .map_err(failed)
             }
             Step::Slot => {
                 let slot = self.context.pool.acquire().await.map_err(|e| match e {
@@ -221,6 +223,18 @@ impl<H: Host> Sandbox<H> {
             () = self.cancel.cancelled() => Err(CreateError::Cancelled),
         }
     }
+}
+
+/// Makes a sandbox's writable disk. It could never be held full without the room for it.
+fn make_disk<H: Host>(host: &H, blanks: &images::disk::Blanks, path: &Path, size: u64) -> Result<(), String> {
+    let (blank, need) = blanks.get(size, &Job::quiet(&GO_ON)).map_err(|e| chain(&e))?;
+    let dir = path.parent().unwrap_or(path);
+    let have = host.free_bytes(dir).map_err(|e| chain(&e))?;
+    if have < need {
+        let what = "the writable disk".to_owned();
+        return Err(images::ImageError::NoSpace { path: dir.to_owned(), what, need, have }.to_string());
+    }
+    host.copy_sparse(&blank, path).map_err(|e| chain(&e))
 }
 
 struct BootFiles {

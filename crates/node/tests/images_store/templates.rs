@@ -136,3 +136,30 @@ fn a_disk_is_sparse_writable_and_quick() {
     assert!(disk::create(&path, u64::MAX, &job()).is_err());
     assert!(disk::create(&bench.path("no/where/disk"), 16, &job()).is_err());
 }
+
+#[test]
+fn a_blank_disk_is_made_once_per_size_and_leaves_no_name() {
+    if skip("a_blank_disk_is_made_once_per_size_and_leaves_no_name", &["mke2fs", "e2fsck"]) {
+        return;
+    }
+    let bench = Bench::new();
+    let dir = bench.path("blanks");
+    std::fs::create_dir(&dir).unwrap();
+    let blanks = disk::Blanks::new(dir.clone());
+    let (first, need) = blanks.get(16, &job()).unwrap();
+    assert!(need > 16 << 20);
+    assert!(std::sync::Arc::ptr_eq(&first, &blanks.get(16, &job()).unwrap().0), "made twice");
+    assert_eq!(blanks.get(32, &job()).unwrap().0.metadata().unwrap().len(), 32 << 20);
+    for size in 33..80 {
+        blanks.get(size, &job()).unwrap();
+    }
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
+    // Its contents outlive its name.
+    let path = bench.path("copy.ext4");
+    let copied = first
+        .try_clone()
+        .and_then(|mut from| std::io::copy(&mut from, &mut std::fs::File::create_new(&path)?));
+    assert_eq!(copied.unwrap(), 16 << 20);
+    assert_sound(&path);
+    assert!(blanks.get(u64::MAX, &job()).is_err());
+}

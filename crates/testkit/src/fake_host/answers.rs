@@ -1,7 +1,9 @@
 //! The fake's answers to the engine: the semantics of the kernel host, in memory.
 
 use std::fs;
+use std::io::{Seek as _, SeekFrom};
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::PoisonError;
 use std::time::Duration;
 
@@ -144,6 +146,21 @@ impl Host for FakeHost {
 
     fn conflict(&self) -> Result<Option<String>, HostError> {
         Ok(self.lock().conflict.clone())
+    }
+
+    fn free_bytes(&self, _: &Path) -> Result<u64, HostError> {
+        Ok(u64::MAX)
+    }
+
+    fn copy_sparse(&self, from: &fs::File, to: &Path) -> Result<(), HostError> {
+        let copied = from.try_clone().and_then(|mut from| {
+            from.seek(SeekFrom::Start(0))?;
+            std::io::copy(&mut from, &mut fs::File::create_new(to)?)
+        });
+        let fail = |e: std::io::Error| {
+            error(Verb::Ensure, &to.display().to_string(), ErrorClass::Failed, &e.to_string())
+        };
+        copied.map(|_| ()).map_err(fail)
     }
 
     fn spawn(&self, spec: &SpawnSpec) -> Result<Spawned, HostError> {
