@@ -3,6 +3,7 @@
 mod bench;
 mod check;
 mod dirty;
+mod lab;
 mod program;
 mod stop;
 
@@ -31,6 +32,8 @@ enum Chore {
     },
     /// Make leftovers as a killed daemon leaves them, or remove those made so (needs root).
     DirtyHost(dirty::Args),
+    /// Run tests as root in a throwaway virtual machine (needs no root).
+    Lab(lab::Args),
     /// Measure the product on this machine (needs root).
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -43,6 +46,9 @@ fn main() -> anyhow::Result<ExitCode> {
     let good = match Args::parse().chore {
         Chore::Check { fast, root } => check::run(&root.unwrap_or_else(own_checkout), fast)?,
         Chore::DirtyHost(args) => stop::watching_signals(|stop| dirty::run(&args, stop)).map(|()| true)?,
+        Chore::Lab(args) => {
+            return Ok(stop::watching_signals(|stop| lab::run(&args, &own_checkout(), stop))?.into());
+        }
         Chore::Bench(bench) => stop::watching_signals(|stop| bench::run(&bench, stop))?,
     };
     Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
