@@ -2,7 +2,7 @@
 //! and `http` serve every benchmark; each benchmark has a module of its own.
 
 mod creates;
-mod daemon;
+pub(crate) mod daemon;
 mod http;
 mod startup;
 mod stats;

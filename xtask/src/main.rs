@@ -5,6 +5,7 @@ mod check;
 mod dirty;
 mod lab;
 mod program;
+mod soak;
 mod stop;
 
 use std::path::{Path, PathBuf};
@@ -34,6 +35,8 @@ enum Chore {
     DirtyHost(dirty::Args),
     /// Run tests as root in a throwaway virtual machine (needs no root).
     Lab(lab::Args),
+    /// Make and delete sandboxes for minutes, with random kills, and count what stays (needs root).
+    Soak(soak::Args),
     /// Measure the product on this machine (needs root).
     #[command(subcommand)]
     Bench(bench::Bench),
@@ -49,6 +52,7 @@ fn main() -> anyhow::Result<ExitCode> {
         Chore::Lab(args) => {
             return Ok(stop::watching_signals(|stop| lab::run(&args, &own_checkout(), stop))?.into());
         }
+        Chore::Soak(args) => stop::watching_signals(|stop| soak::run(&args, stop))?,
         Chore::Bench(bench) => stop::watching_signals(|stop| bench::run(&bench, stop))?,
     };
     Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })

@@ -74,6 +74,11 @@ impl Ground {
         self.dir.path()
     }
 
+    /// Where the instance keeps records and disks.
+    pub(crate) fn instance_dir(&self) -> PathBuf {
+        self.state.join(self.layout.instance.as_str())
+    }
+
     /// Starts the daemon with these lines added to its configuration.
     pub(crate) fn start(&self, lines: &str) -> Result<Daemon> {
         let (config, log) = (self.dir.path().join("hearth.toml"), self.dir.path().join("daemon.log"));
@@ -106,7 +111,7 @@ impl Ground {
 
     /// Removes what the instance keeps on disk; what it has in the kernel is removed with the leftovers.
     pub(crate) fn clean(&self) -> Result<()> {
-        for dir in [self.state.join(self.layout.instance.as_str()), self.dir.path().join("r")] {
+        for dir in [self.instance_dir(), self.dir.path().join("r")] {
             match fs::remove_dir_all(&dir) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
                     return Err(e).with_context(|| format!("remove {}", dir.display()));
@@ -132,6 +137,18 @@ impl Daemon {
         let log = fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = log.lines().collect();
         lines[lines.len().saturating_sub(10)..].join("\n")
+    }
+
+    /// Of the running process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// SIGKILL, and waits.
+    pub(crate) fn kill(mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
     }
 
     /// Tells it to end and waits; one that does not is killed, and that is an error.

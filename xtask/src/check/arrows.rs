@@ -19,7 +19,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("hearth-testkit", &["hearth-core"]),
     ("hearth-api", &[]),
     ("hearth-core", &[]),
-    ("xtask", &["hearth-host", "hearth-api", "hearth-core"]),
+    ("xtask", &["hearth-host", "hearth-testkit", "hearth-api", "hearth-core"]),
 ];
 
 /// Asks cargo for the dependencies and compares.
