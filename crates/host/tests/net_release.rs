@@ -129,11 +129,11 @@ fn processes_of_ours_are_asked_and_then_killed() {
         for n in 1..=4 {
             lab.ensure(n);
         }
-        // Each blocks in a builtin, so that it has no child.
+        // Builtins only, from when it says it is ready: a child that is just ending would be a stranger in there.
         let script = |on_term: &str, n: u32| {
-            format!("trap '{on_term}' TERM; mkfifo /run/f{n}; touch /run/ready{n}; read x </run/f{n}")
+            format!("trap '{on_term}' TERM; mkfifo /run/f{n}; exec 3>/run/ready{n}; read x </run/f{n}")
         };
-        let polite = start_inside(lab, 1, &script("touch /run/asked; exit", 1));
+        let polite = start_inside(lab, 1, &script("exec 3>/run/asked; exit", 1));
         let stubborn = start_inside(lab, 2, &script("", 2));
         await_file("/run/ready1");
         await_file("/run/ready2");

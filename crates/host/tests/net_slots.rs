@@ -55,8 +55,9 @@ fn a_slot_is_made_found_and_removed_each_step_twice() {
         lab.ensure(3);
         assert_eq!(before, picture(lab, 3), "the second ensure changed something");
         let mounts = fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
-        // The machine's own `/run/netns` may be in the list too, hidden below this test's `/run`.
-        let ours: Vec<&str> = mounts.lines().skip_while(|l| !l.contains(" / /run ")).skip(1).collect();
+        // The machine's own `/run` and `/run/netns` may be in the list too, hidden below this test's `/run`.
+        let mut ours: Vec<&str> = mounts.lines().rev().take_while(|l| !l.contains(" / /run ")).collect();
+        ours.reverse();
         assert_eq!(ours.len(), 2, "{mounts}");
         assert!(ours[0].contains(" /run/netns ") && ours[0].contains(" shared:"), "{mounts}");
 
