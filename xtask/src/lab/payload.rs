@@ -30,10 +30,13 @@ pub(crate) fn make(
     for part in ["bin", "tests", "state"] {
         fs::create_dir_all(tree.join(part)).with_context(|| format!("make {}", tree.display()))?;
     }
-    let built = build(root, &["build", "--release", "-p", "hearth", "-p", "hearth-guest"])?;
-    for name in ["hearth", "hearth-guest"] {
-        let found = built.iter().find(|b| b.target == name);
-        take(&found.with_context(|| format!("cargo built no {name}"))?.path, &tree.join("bin").join(name))?;
+    if suite.iter().any(needs_hearth) {
+        let built = build(root, &["build", "--release", "-p", "hearth", "-p", "hearth-guest"])?;
+        for name in ["hearth", "hearth-guest"] {
+            let found = built.iter().find(|b| b.target == name);
+            let found = found.with_context(|| format!("cargo built no {name}"))?;
+            take(&found.path, &tree.join("bin").join(name))?;
+        }
     }
     if let Some(program) = firecracker {
         take(program, &tree.join("bin/firecracker"))?;
@@ -65,6 +68,11 @@ fn programs(suite: &[Item]) -> BTreeSet<(&str, &str)> {
         Item::Command(_) => None,
     });
     programs.collect()
+}
+
+/// Whether it runs the product, for which a kernel and a template are there too. The host crate alone does not.
+fn needs_hearth(item: &Item) -> bool {
+    !matches!(item, Item::Test { package, .. } if package == "hearth-host")
 }
 
 fn test_file(package: &str, target: &str) -> String {
@@ -107,8 +115,7 @@ fn take(program: &Path, to: &Path) -> Result<()> {
 /// The suite as the lab's init reads it.
 fn script(suite: &[Item]) -> String {
     let mut script = String::new();
-    let wants_state = |item: &Item| !matches!(item, Item::Test { package, .. } if package == "hearth-host");
-    if suite.iter().any(wants_state) {
+    if suite.iter().any(needs_hearth) {
         script.push_str("prepare_state || exit\n");
     }
     for (number, item) in suite.iter().enumerate() {
