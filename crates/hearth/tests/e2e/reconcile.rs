@@ -87,7 +87,7 @@ fn leaks_under_a_living_daemon_go_and_foreign_things_stay() {
     // Not ours, or not provably.
     let plain = layout(&node).netns_path(slot(2000));
     fs::write(&plain, "an operator's notes").unwrap();
-    node.host("ip", &["link", "add", "hxv2001", "type", "dummy"]);
+    node.host("ip", &["link", "add", "hxv2001", "type", "veth", "peer", "name", "other"]);
     let notes = run_dir(&node, "notes");
     fs::create_dir(&notes).unwrap();
     let elsewhere = cgroups(&node).root().join("Not-An-Id");
