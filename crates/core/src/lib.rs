@@ -10,6 +10,7 @@ pub mod lifecycle;
 pub mod network;
 pub mod plan;
 pub mod process;
+pub mod reconcile;
 pub mod record;
 pub mod resource;
 pub mod shim;

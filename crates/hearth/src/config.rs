@@ -95,6 +95,10 @@ pub(crate) struct ReconcileConfig {
     pub(crate) interval_seconds: u64,
     /// Whether a pass may remove.
     pub(crate) action: ReconcileAction,
+    /// Least time from the first sighting of a leak to its release.
+    pub(crate) min_age_seconds: u64,
+    /// Most that one pass may release, in percent of the objects seen.
+    pub(crate) max_share_percent: u32,
 }
 
 /// `[shutdown]`
@@ -273,6 +277,10 @@ impl Config {
             if value == 0 {
                 return Err((key, "0 is not allowed; use 1 or more".into()));
             }
+        }
+        let share = self.reconcile.max_share_percent;
+        if !(1..=100).contains(&share) {
+            return Err(("reconcile.max_share_percent", format!("{share} is not from 1 to 100")));
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Who is who: the sandboxes of this engine by id and by name, and the last ones that ended.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use hearth_core::exit::ExitRecord;
@@ -24,6 +24,8 @@ struct Inner {
     by_id: HashMap<SandboxId, Handle>,
     by_name: HashMap<SandboxName, SandboxId>,
     ended: VecDeque<(SandboxId, SandboxName, String)>,
+    /// Ids under which something leaked: no sandbox gets one of them again.
+    leaked: HashSet<SandboxId>,
     /// What the operator wants.
     desired: Desired,
     /// Why no new sandbox is ever taken again: the daemon ends.
@@ -45,6 +47,12 @@ impl Books {
         if let Some(why) = inner.desired.refusal() {
             return Err(EngineError::NotActive { desired: inner.desired, why });
         }
+        if inner.leaked.contains(&handle.id) {
+            return Err(EngineError::Failed(format!(
+                "id {} is that of leftovers under release; create again",
+                handle.id
+            )));
+        }
         if let Some(id) = inner.by_name.get(&handle.name) {
             return Err(EngineError::AlreadyExists(format!(
                 "the name {} is taken by sandbox {id}; delete that one or choose another",
@@ -54,6 +62,17 @@ impl Books {
         inner.by_name.insert(handle.name.clone(), handle.id.clone());
         inner.by_id.insert(handle.id.clone(), handle);
         Ok(())
+    }
+
+    /// Claims an id for the release of what leaked under it. False if a sandbox has it. Decided under the lock that
+    /// enters sandboxes, so that none has it afterwards either.
+    pub(crate) fn claim(&self, id: &SandboxId) -> bool {
+        let mut inner = self.lock();
+        let free = !inner.by_id.contains_key(id);
+        if free {
+            inner.leaked.insert(id.clone());
+        }
+        free
     }
 
     /// Enters a sandbox found on disk. If its name is taken it is reachable by its id alone.

@@ -35,6 +35,8 @@ pub struct EngineConfig {
     pub failpoints: Failpoints,
     /// What happens to leftovers at start.
     pub reclaim: Reclaim,
+    /// The loop that looks for leaks from then on.
+    pub reconcile: Reconcile,
     /// How long the release of one resource may take before the sandbox counts as stuck.
     pub release_deadline: Duration,
     /// How long a guest may take from start to ready.
@@ -79,6 +81,30 @@ impl ReclaimMode {
             ReclaimMode::Off => "off",
         }
     }
+}
+
+/// The loop that looks for leaks while the daemon lives.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reconcile {
+    /// Time between two passes.
+    pub interval: Duration,
+    /// What a pass may do.
+    pub action: ReconcileAction,
+    /// Least time from the first sighting of a leak to its release.
+    pub min_age: Duration,
+    /// Most that one pass may release, in percent of the objects seen; a few are always allowed.
+    pub max_share_percent: u32,
+    /// How long beyond three intervals the loop may not get on before it counts as stopped.
+    pub patience: Duration,
+}
+
+/// What a reconcile pass may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReconcileAction {
+    /// Release what leaked.
+    Clean,
+    /// Only report it.
+    Report,
 }
 
 /// The VMMs this node can run.

@@ -25,7 +25,8 @@ use crate::error::EngineError;
 use crate::images::disk::Blanks;
 use crate::images::{self, GuestProgram};
 use crate::pool::SlotPool;
-use crate::reclaim::{Demand, ReclaimProgress};
+use crate::reclaim::{Demand, Hands, ReclaimProgress};
+use crate::reconcile::Reconciler;
 use crate::records::Records;
 use crate::sandbox::{Begin, DeleteError, Handle, Sandbox, StepStarted, View};
 use crate::shim_client::Client;
@@ -45,6 +46,8 @@ pub(crate) struct Context<H> {
     pub(crate) blanks: Blanks,
     /// What the removal of many slots yields to.
     pub(crate) demand: Demand,
+    /// Leftovers under release.
+    pub(crate) hands: Hands,
     /// The daemon ends and leaves VMs to their shims.
     pub(crate) detach: CancellationToken,
     /// Ends creations under way.
@@ -92,7 +95,8 @@ pub struct Engine<H> {
     pub(crate) tasks: TaskTracker,
     pub(crate) phase: watch::Sender<Phase>,
     pub(crate) reclaim: watch::Sender<ReclaimProgress>,
-    /// Ends the pool's filler and the release of leftovers.
+    pub(crate) reconciler: Arc<Reconciler>,
+    /// Ends the pool's filler, the release of leftovers and the reconcile loop.
     pub(crate) stop: CancellationToken,
 }
 
@@ -110,6 +114,7 @@ impl<H: Host> Engine<H> {
             pool,
             books: Books::default(),
             demand: Demand::default(),
+            hands: Hands::default(),
             detach: CancellationToken::new(),
             no_creates: CancellationToken::new(),
             releases: Semaphore::new(RELEASES_AT_START),
@@ -119,6 +124,7 @@ impl<H: Host> Engine<H> {
             tasks: TaskTracker::new(),
             phase: watch::Sender::new(Phase::Starting("not begun".into())),
             reclaim: watch::Sender::new(ReclaimProgress::default()),
+            reconciler: Arc::new(Reconciler::new()),
             stop: CancellationToken::new(),
         })
     }
@@ -268,6 +274,7 @@ impl<H: Host> Engine<H> {
             tasks: self.tasks.clone(),
             phase: self.phase.clone(),
             reclaim: self.reclaim.clone(),
+            reconciler: Arc::clone(&self.reconciler),
             stop: self.stop.clone(),
         };
         self.tasks.spawn(async move {

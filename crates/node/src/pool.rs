@@ -68,6 +68,13 @@ impl Inner {
         self.freed.pop_front()
     }
 
+    /// Takes these numbers out of what is free or prepared, into another state.
+    fn claim(&mut self, slots: &BTreeSet<SlotIndex>, state: &SlotState) {
+        self.freed.retain(|slot| !slots.contains(slot));
+        self.ready.retain(|slot| !slots.contains(slot));
+        self.states.extend(slots.iter().map(|slot| (*slot, state.clone())));
+    }
+
     fn free(&mut self, slot: SlotIndex) {
         if self.states.remove(&slot).is_some() && slot.get() < self.next {
             self.freed.push_back(slot);
@@ -195,6 +202,31 @@ impl<H: Host> SlotPool<H> {
             // The pool was closed meanwhile; the next start finds the slot by its name.
             inner.states.insert(retired.slot, SlotState::Leaked);
         }
+    }
+
+    /// Of these numbers, claims those that are free for a release: from here on nobody else gets one of them.
+    pub(crate) fn claim_free(&self, slots: &BTreeSet<SlotIndex>) -> BTreeSet<SlotIndex> {
+        let mut inner = self.lock();
+        let mut free = slots.clone();
+        free.retain(|slot| !inner.states.contains_key(slot));
+        inner.claim(&free, &SlotState::Leaked);
+        free
+    }
+
+    /// Of these slots, claims those that wait prepared for a release: none of them is handed out any more.
+    pub(crate) fn claim_ready(&self, slots: &BTreeSet<SlotIndex>) -> BTreeSet<SlotIndex> {
+        let mut inner = self.lock();
+        let mut ready = slots.clone();
+        ready.retain(|slot| inner.states.get(slot) == Some(&SlotState::Ready));
+        inner.claim(&ready, &SlotState::Releasing);
+        drop(inner);
+        self.wanted.notify_one();
+        ready
+    }
+
+    /// All numbers that are not free.
+    pub(crate) fn states(&self) -> BTreeMap<SlotIndex, SlotState> {
+        self.lock().states.iter().map(|(slot, state)| (*slot, state.clone())).collect()
     }
 
     /// The slots that somebody should try to release again.
@@ -325,5 +357,52 @@ impl<H: Host> SlotPool<H> {
         let used = u32::try_from(inner.states.len()).unwrap_or(u32::MAX);
         counts.insert("free".into(), inner.capacity.saturating_sub(used));
         counts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slots(numbers: &[u32]) -> BTreeSet<SlotIndex> {
+        numbers.iter().filter_map(|n| SlotIndex::new(*n)).collect()
+    }
+
+    fn inner(capacity: u32) -> Inner {
+        Inner {
+            states: HashMap::new(),
+            ready: VecDeque::new(),
+            freed: VecDeque::new(),
+            next: 1,
+            capacity,
+            closed: false,
+            unowned: Vec::new(),
+            trouble: None,
+        }
+    }
+
+    fn all_free(inner: &mut Inner) -> Vec<u32> {
+        std::iter::from_fn(|| inner.take_free()).map(SlotIndex::get).collect()
+    }
+
+    #[test]
+    fn a_claimed_number_is_handed_out_once_it_is_free_again_and_only_once() {
+        // Used before, never used, and prepared.
+        let mut pool = inner(4);
+        for slot in [pool.take_free(), pool.take_free()].into_iter().flatten() {
+            pool.states.insert(slot, SlotState::Assigned);
+        }
+        pool.free(SlotIndex::new(1).unwrap());
+        pool.states.insert(SlotIndex::new(2).unwrap(), SlotState::Ready);
+        pool.ready.push_back(SlotIndex::new(2).unwrap());
+        let claimed = slots(&[1, 2, 4]);
+        pool.claim(&claimed, &SlotState::Leaked);
+        assert!(pool.ready.is_empty());
+        assert_eq!(all_free(&mut pool), [3]);
+        for slot in claimed {
+            pool.free(slot);
+        }
+        assert_eq!(all_free(&mut pool), [1, 2, 4]);
+        assert_eq!(all_free(&mut pool), [0; 0]);
     }
 }

@@ -1,6 +1,7 @@
-//! Release of what an earlier run left and no record names, and of slots whose removal failed with nobody to
-//! own them. What fails is tried again with back-off as long as the engine runs.
+//! Release of what nobody names: left by an earlier run, or found by a reconcile pass; and of slots whose removal
+//! failed with nobody to own them. What fails is tried again with back-off as long as the engine runs.
 
+mod hands;
 mod pace;
 mod progress;
 
@@ -21,6 +22,7 @@ use crate::config::{Reclaim, ReclaimMode};
 use crate::engine::Engine;
 use crate::error::chain;
 
+pub(crate) use hands::Hands;
 pub(crate) use pace::Demand;
 pub use progress::{KindProgress, ReclaimProgress, ReclaimState};
 
@@ -31,9 +33,27 @@ const NAMED: usize = 8;
 
 /// What is to be released.
 #[derive(Debug, Default)]
-struct Leftovers {
-    resources: Vec<Resource>,
-    slots: Vec<SlotIndex>,
+pub(crate) struct Leftovers {
+    /// Processes before what they hold.
+    pub(crate) resources: Vec<Resource>,
+    /// Slots that the pool counts as leaked, or as not gone.
+    pub(crate) slots: Vec<SlotIndex>,
+}
+
+/// What is still there after a try, and why.
+#[derive(Debug, Default)]
+pub(crate) struct Failed {
+    pub(crate) resources: Vec<(Resource, String)>,
+    pub(crate) slots: Vec<(SlotIndex, String)>,
+}
+
+impl From<Failed> for Leftovers {
+    fn from(failed: Failed) -> Self {
+        Self {
+            resources: failed.resources.into_iter().map(|(resource, _)| resource).collect(),
+            slots: failed.slots.into_iter().map(|(slot, _)| slot).collect(),
+        }
+    }
 }
 
 impl Leftovers {
@@ -42,7 +62,6 @@ impl Leftovers {
         let directories =
             plan.leaked_directories.iter().map(|path| Resource::Directory { path: path.clone() });
         Self {
-            // Processes before what they hold.
             resources: cgroups.chain(directories).collect(),
             slots: plan.leaked_slots.iter().copied().collect(),
         }
@@ -52,7 +71,12 @@ impl Leftovers {
         self.resources.len() + self.slots.len()
     }
 
-    fn kinds(&self) -> impl Iterator<Item = Kind> {
+    fn extend(&mut self, more: Self) {
+        self.resources.extend(more.resources);
+        self.slots.extend(more.slots);
+    }
+
+    pub(crate) fn kinds(&self) -> impl Iterator<Item = Kind> {
         let resources = self.resources.iter().map(Resource::kind);
         resources.chain(self.slots.iter().map(|_| Kind::Netns))
     }
@@ -84,15 +108,18 @@ impl<H: Host> Engine<H> {
                 "leftovers of an earlier run"
             );
         }
+        self.context.hands.take_in(&leftovers.resources);
+        let engine = Arc::clone(self);
         if settings.mode == ReclaimMode::Off {
             if leftovers.len() > 0 {
                 tracing::warn!("left alone since reclaim.mode is off: {}", leftovers.words());
             }
             self.reclaim.send_modify(|p| p.found(ReclaimState::Off, leftovers.kinds()));
+            // What this daemon itself could not take back is tried again all the same.
+            self.tasks.spawn(async move { engine.try_again(Leftovers::default()).await });
             return;
         }
         self.reclaim.send_modify(|p| p.found(ReclaimState::Running, leftovers.kinds()));
-        let engine = Arc::clone(self);
         self.tasks.spawn(async move { engine.run_reclaim(leftovers).await });
         if settings.mode == ReclaimMode::Blocking {
             self.wait_for_reclaim(&settings, start).await;
@@ -116,30 +143,38 @@ impl<H: Host> Engine<H> {
     }
 
     async fn run_reclaim(self: Arc<Self>, leftovers: Leftovers) {
-        let mut failed = self.round(leftovers).await;
+        let failed: Leftovers = self.round(leftovers, true).await.into();
         self.reclaim.send_modify(|p| p.state = ReclaimState::Done);
         if failed.len() > 0 {
             tracing::warn!("leftovers that stay and are tried again: {}", failed.words());
         }
+        self.try_again(failed).await;
+    }
+
+    /// Tries what failed again until the engine ends.
+    async fn try_again(&self, mut failed: Leftovers) {
         let mut wait = *RETRY.start();
         loop {
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
                 () = self.stop.cancelled() => return,
             }
-            failed.slots.extend(self.context.pool.take_unowned());
+            failed.extend(self.context.hands.take_failed());
+            let unowned = Leftovers { resources: vec![], slots: self.context.pool.take_unowned() };
+            self.reclaim.send_modify(|p| p.more(unowned.kinds()));
+            failed.extend(unowned);
             if failed.len() == 0 {
                 wait = *RETRY.start();
                 continue;
             }
             let before = failed.len();
-            failed = self.round(failed).await;
+            failed = self.round(failed, false).await.into();
             wait = if failed.len() < before { *RETRY.start() } else { (wait * 2).min(*RETRY.end()) };
         }
     }
 
     /// Tries each once; what failed comes back. What is not begun when the engine ends is found by the next start.
-    async fn round(&self, leftovers: Leftovers) -> Leftovers {
+    pub(crate) async fn round(&self, leftovers: Leftovers, first: bool) -> Failed {
         let within = self.context.config.release_deadline;
         let resources = futures::stream::iter(leftovers.resources).map(|resource| async move {
             if self.stop.is_cancelled() {
@@ -148,17 +183,24 @@ impl<H: Host> Engine<H> {
             let what = resource.clone();
             let released = on_host(&self.context.host, move |host| host.release(&what, within)).await;
             let released = released.map_err(|e| chain(&e));
-            failed(&self.reclaim, resource.kind(), &resource, released).then_some(resource)
+            note(&self.reclaim, resource.kind(), &resource, &released, first);
+            match released {
+                Ok(()) => {
+                    self.context.hands.let_go(&resource);
+                    None
+                }
+                Err(why) => Some((resource, why)),
+            }
         });
         let at_once = self.context.config.reclaim.parallelism.max(1);
         let resources = resources.buffer_unordered(at_once).filter_map(std::future::ready).collect().await;
-        Leftovers { resources, slots: self.round_of_slots(leftovers.slots).await }
+        Failed { resources, slots: self.round_of_slots(leftovers.slots, first).await }
     }
 
     /// All slots in one call, at the pace that demand allows.
-    async fn round_of_slots(&self, slots: Vec<SlotIndex>) -> Vec<SlotIndex> {
+    async fn round_of_slots(&self, slots: Vec<SlotIndex>, first: bool) -> Vec<(SlotIndex, String)> {
         if slots.is_empty() {
-            return slots;
+            return vec![];
         }
         let (context, stop, progress) = (Arc::clone(&self.context), self.stop.clone(), self.reclaim.clone());
         let spared: BTreeSet<String> = self.context.books.all().iter().map(|h| h.id.to_string()).collect();
@@ -166,9 +208,8 @@ impl<H: Host> Engine<H> {
             let mut left = Vec::new();
             let pace = || if stop.is_cancelled() { Pace::End } else { context.demand.pace() };
             context.pool.release_many(&slots, &spared, &pace, &mut |slot, released| {
-                if failed(&progress, Kind::Netns, &format_args!("slot {slot}"), released) {
-                    left.push(slot);
-                }
+                note(&progress, Kind::Netns, &format_args!("slot {slot}"), &released, first);
+                left.extend(released.err().map(|why| (slot, why)));
             });
             left
         });
@@ -176,26 +217,26 @@ impl<H: Host> Engine<H> {
     }
 }
 
-/// Counts one try, and tells whether it failed. Only the first few failures of the first round are told one by one.
-fn failed(
+/// Counts one try. Only the first few failures of the first round are told one by one.
+fn note(
     progress: &watch::Sender<ReclaimProgress>,
     kind: Kind,
     what: &dyn std::fmt::Display,
-    released: Result<(), String>,
-) -> bool {
+    released: &Result<(), String>,
+    first: bool,
+) {
     let Err(why) = released else {
         progress.send_modify(|p| p.gone(kind));
-        return false;
+        return;
     };
-    progress.send_modify(|p| p.stays(kind));
+    progress.send_modify(|p| p.stays(kind, first));
     let (state, failures) = {
         let p = progress.borrow();
         (p.state, p.failed)
     };
-    if state == ReclaimState::Running && failures <= NAMED as u64 {
+    if first && state == ReclaimState::Running && failures <= NAMED as u64 {
         tracing::warn!("leftover {what} stays and is tried again: {why}");
     } else {
         tracing::debug!("leftover {what} stays: {why}");
     }
-    true
 }

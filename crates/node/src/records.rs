@@ -1,7 +1,7 @@
 //! Records on disk: `<state>/<instance>/sandboxes/<id>/record.json`. Written whole under another name,
 //! synced, renamed, directory synced; never truncated in place, so a crash or a full disk leaves the old one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
@@ -65,6 +65,14 @@ impl Records {
     /// If the directory cannot be listed; nothing may then be called leaked (law 4). A directory that does
     /// not exist holds no record.
     pub(crate) fn load(&self) -> io::Result<Loaded> {
+        self.load_except(&BTreeSet::new())
+    }
+
+    /// Reads every record but those of sandboxes `known` by their id: these cost a directory entry alone.
+    ///
+    /// # Errors
+    /// As for [`load`](Self::load).
+    pub(crate) fn load_except(&self, known: &BTreeSet<String>) -> io::Result<Loaded> {
         let mut loaded = Loaded::default();
         let entries = match fs::read_dir(&self.dir) {
             Ok(entries) => entries,
@@ -74,6 +82,9 @@ impl Records {
         for entry in entries {
             let path = entry?.path();
             let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+            if known.contains(&name) {
+                continue;
+            }
             if name.parse::<SandboxId>().is_err() || !path.is_dir() {
                 loaded.foreign.push(path);
                 continue;

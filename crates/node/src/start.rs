@@ -118,6 +118,8 @@ impl<H: Host> Engine<H> {
         self.begin_reclaim(&plan, start).await;
         self.context.demand.begin();
         self.phase.send_replace(Phase::Ready);
+        let engine = Arc::clone(self);
+        self.tasks.spawn(async move { engine.run_reconcile().await });
         Ok(())
     }
 
@@ -221,7 +223,7 @@ impl<H: Host> Engine<H> {
 }
 
 /// The first few reasons: a scan of thousands can be cut as often.
-fn some_of(reasons: &[String]) -> String {
+pub(crate) fn some_of(reasons: &[String]) -> String {
     const NAMED: usize = 3;
     let more = reasons.len().saturating_sub(NAMED);
     let mut text = reasons.iter().take(NAMED).map(String::as_str).collect::<Vec<_>>().join("; ");

@@ -149,6 +149,11 @@ impl FakeHost {
         }
     }
 
+    /// Takes a resource away without a call, and nothing with it: somebody else's doing.
+    pub fn vanish(&self, resource: &Resource) {
+        self.lock().things.remove(resource);
+    }
+
     /// From now on something on the host stands in this instance's way.
     pub fn plant_conflict(&self, why: &str) {
         self.lock().conflict = Some(why.to_owned());

@@ -12,6 +12,7 @@ mod out;
 mod parse;
 mod preflight;
 mod progress;
+mod reconcile;
 mod run;
 mod sandboxes;
 mod signals;

@@ -15,7 +15,7 @@ use tonic::Streaming;
 use super::Context;
 use super::client::Client;
 use super::error::{self, CliError};
-use super::{out, parse, view};
+use super::{out, parse, reconcile, view};
 
 /// The commands.
 #[derive(Debug, Subcommand)]
@@ -48,6 +48,15 @@ pub(super) enum NodeCommand {
     /// Leave standby and take sandboxes
     #[command(after_help = "Example:\n  hearth node activate")]
     Activate,
+    /// Look for what nobody owns now, as the daemon does every so often. Exit code 1 if something stays
+    #[command(
+        after_help = "Examples:\n  hearth node reconcile --dry-run\n  hearth node reconcile\n\nWhat leaked is released by the second pass that sees it, when it is old enough (reconcile.min_age_seconds)."
+    )]
+    Reconcile {
+        /// Show what a pass would do; change nothing
+        #[arg(long)]
+        dry_run: bool,
+    },
 }
 
 /// Runs one.
@@ -73,6 +82,7 @@ pub(super) async fn run(command: NodeCommand, context: &Context) -> Result<u8, C
             let stream = nodes.drain(DrainRequest { wait }).await.map_err(failed)?.into_inner();
             return drain(stream, wait, timeout.map(Duration::from_secs), context).await;
         }
+        NodeCommand::Reconcile { dry_run } => return reconcile::run(&client, dry_run, context).await,
         NodeCommand::Undrain => ("cannot undrain the node", nodes.undrain(UndrainRequest {}).await),
         NodeCommand::Standby => ("cannot put the node into standby", nodes.standby(StandbyRequest {}).await),
         NodeCommand::Activate => ("cannot activate the node", nodes.activate(ActivateRequest {}).await),

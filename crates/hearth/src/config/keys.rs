@@ -103,6 +103,18 @@ pub(crate) static KEYS: &[Key] = &[
     ),
     key!("reconcile.interval_seconds", "N", reconcile.interval_seconds, "Time between reconcile passes"),
     key!("reconcile.action", "ACTION", reconcile.action, "clean or report"),
+    key!(
+        "reconcile.min_age_seconds",
+        "N",
+        reconcile.min_age_seconds,
+        "From the first sighting of a leak to its release"
+    ),
+    key!(
+        "reconcile.max_share_percent",
+        "N",
+        reconcile.max_share_percent,
+        "Share of what is seen that one pass may release"
+    ),
     key!("shutdown.mode", "MODE", shutdown.mode, "detach, drain or kill: sandboxes when the daemon stops"),
     key!("shutdown.drain_seconds", "N", shutdown.drain_seconds, "How long drain waits"),
     key!("test.failpoints", "STEP=ACTION,…", failpoints, "Faults on purpose"),
@@ -136,7 +148,12 @@ impl Default for Config {
                 budget_count: 0,
                 grace_seconds: 15,
             },
-            reconcile: ReconcileConfig { interval_seconds: 30, action: ReconcileAction::Clean },
+            reconcile: ReconcileConfig {
+                interval_seconds: 30,
+                action: ReconcileAction::Clean,
+                min_age_seconds: 20,
+                max_share_percent: 20,
+            },
             shutdown: ShutdownConfig { mode: ShutdownMode::Detach, drain_seconds: 600 },
             failpoints: Default::default(),
             process_vmm: false,

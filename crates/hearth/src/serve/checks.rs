@@ -39,7 +39,8 @@ pub(super) async fn run<H: Host>(node: &Node<H>, stop: CancellationToken) {
         // Without a pool nobody tries again until the next create, which then tells for itself.
         let trouble = node.engine.slot_trouble().filter(|_| node.engine.config().slot_pool > 0);
         let slots = slots.seen(trouble, Instant::now()).map(|why| format!("slots cannot be made: {why}"));
-        node.status.set_broken(slots.into_iter().chain(disk.look().await).collect());
+        let broken = slots.into_iter().chain(disk.look().await).chain(node.engine.reconcile_stopped());
+        node.status.set_broken(broken.collect());
     }
 }
 

@@ -1,12 +1,13 @@
 //! `GET /metrics`: made anew for each scrape from what the engine shows, so that there is no second set of
 //! books. Waits for nothing. What is not known yet has no value: 0 would be a claim.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::AtomicU64;
 
 use hearth_core::host::Host;
 use hearth_core::lifecycle::SlotState;
 use hearth_core::resource::Kind;
-use hearth_node::{KindProgress, ReclaimState, Status};
+use hearth_node::{KindProgress, PassResult, ReclaimState, ReconcileReport, Status};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -33,6 +34,16 @@ struct OfState {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OfKind {
     kind: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfResult {
+    result: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfFinding {
+    finding: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -67,7 +78,9 @@ pub(super) fn render<H: Host>(node: &Node<H>) -> String {
         }
         states(&mut registry, "slots", "Network slots by state", slots);
     }
-    reclaim(&mut registry, &node.engine.reclaim());
+    let scanned = node.engine.reclaim().state != ReclaimState::Scanning;
+    leftovers(&mut registry, scanned, &node.engine.leftovers());
+    reconcile(&mut registry, &node.engine.reconcile_report());
 
     let mut text = String::new();
     if let Err(e) = encode(&mut text, &registry) {
@@ -100,10 +113,10 @@ fn states<S: Into<String>>(
     registry.register(name, help, family);
 }
 
-fn reclaim(registry: &mut Registry, progress: &hearth_node::ReclaimProgress) {
-    let kinds: BTreeSet<Kind> = RECLAIMED.into_iter().chain(progress.kinds.keys().copied()).collect();
-    let of = |kind: &Kind| progress.kinds.get(kind).copied().unwrap_or_default();
-    if progress.state != ReclaimState::Scanning {
+fn leftovers(registry: &mut Registry, scanned: bool, progress: &BTreeMap<Kind, KindProgress>) {
+    let kinds: BTreeSet<Kind> = RECLAIMED.into_iter().chain(progress.keys().copied()).collect();
+    let of = |kind: &Kind| progress.get(kind).copied().unwrap_or_default();
+    if scanned {
         let mut gauge = |name: &str, help: &str, value: fn(KindProgress) -> u64| {
             let family = Family::<OfKind, Gauge>::default();
             for kind in &kinds {
@@ -124,4 +137,33 @@ fn reclaim(registry: &mut Registry, progress: &hearth_node::ReclaimProgress) {
     };
     counter("reclaimed", "Leftovers released", |k| k.reclaimed);
     counter("reclaim_failures", "Tries to release a leftover without success", |k| k.failures);
+}
+
+/// Findings of reconcile passes by what they are.
+const FINDINGS: [&str; 3] = ["leaked", "gone", "host-firewall"];
+
+fn reconcile(registry: &mut Registry, report: &ReconcileReport) {
+    let passes = Family::<OfResult, Counter>::default();
+    for result in PassResult::ALL {
+        let n = report.passes.get(&result).copied().unwrap_or(0);
+        passes.get_or_create(&OfResult { result: result.as_str() }).inc_by(n);
+    }
+    registry.register("reconcile_passes", "Reconcile passes by how they ended", passes);
+    let findings = Family::<OfFinding, Counter>::default();
+    for finding in FINDINGS {
+        let n = report.findings.get(finding).copied().unwrap_or(0);
+        findings.get_or_create(&OfFinding { finding }).inc_by(n);
+    }
+    registry.register("reconcile_findings", "What was not as the books say, each counted once", findings);
+    let Some((at_ms, took)) = report.last else { return };
+    #[expect(clippy::cast_precision_loss, reason = "milliseconds stay exact for longer than this runs")]
+    let at = at_ms as f64 / 1000.0;
+    for (name, help, value) in [
+        ("reconcile_last_timestamp_seconds", "End of the last pass, since the Unix epoch", at),
+        ("reconcile_last_seconds", "How long the last pass took", took.as_secs_f64()),
+    ] {
+        let gauge = Gauge::<f64, AtomicU64>::default();
+        gauge.set(value);
+        registry.register(name, help, gauge);
+    }
 }

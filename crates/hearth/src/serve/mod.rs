@@ -28,7 +28,9 @@ use hearth_api::v1::template_service_server::TemplateServiceServer;
 use hearth_core::host::Host;
 use hearth_host::kernel_host::{HostConfig, KernelHost};
 use hearth_host::lock::InstanceClaim;
-use hearth_node::{Ask, Engine, EngineConfig, EngineError, Phase, Reclaim, ReclaimMode};
+use hearth_node::{
+    Ask, Engine, EngineConfig, EngineError, Phase, Reclaim, ReclaimMode, Reconcile, ReconcileAction,
+};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic_health::pb::health_server::{Health, HealthServer};
@@ -44,6 +46,9 @@ pub(crate) use standalone::Standalone;
 
 /// How long the release of one resource may take before a sandbox counts as stuck.
 const RELEASE_DEADLINE: Duration = Duration::from_secs(10);
+/// How long beyond three intervals the reconcile loop may not get on before the node is unhealthy: longer than any one
+/// scan or release takes.
+const RECONCILE_PATIENCE: Duration = Duration::from_secs(60);
 /// How long a guest may take to be ready: plain emulation on a loaded machine needs tens of seconds.
 const BOOT_DEADLINE: Duration = Duration::from_secs(180);
 /// Console log of one sandbox: two parts of this size.
@@ -97,9 +102,6 @@ impl<H: Host> Node<H> {
 /// # Errors
 /// If the instance is taken, the port cannot be bound or the configuration does not fit the host.
 pub(crate) fn run(config: &Config) -> anyhow::Result<ExitCode> {
-    if config.reconcile != Config::default().reconcile {
-        tracing::warn!("reconcile.* has no effect in this version");
-    }
     let main = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut signals = main.block_on(async { Signals::new() })?;
     let supervisor = Supervisor::from_env();
@@ -320,6 +322,16 @@ fn engine_config(config: &Config) -> anyhow::Result<EngineConfig> {
             budget: (config.reclaim.budget_seconds > 0)
                 .then(|| Duration::from_secs(config.reclaim.budget_seconds)),
             budget_count: (config.reclaim.budget_count > 0).then_some(config.reclaim.budget_count),
+        },
+        reconcile: Reconcile {
+            interval: Duration::from_secs(config.reconcile.interval_seconds),
+            action: match config.reconcile.action {
+                crate::config::ReconcileAction::Clean => ReconcileAction::Clean,
+                crate::config::ReconcileAction::Report => ReconcileAction::Report,
+            },
+            min_age: Duration::from_secs(config.reconcile.min_age_seconds),
+            max_share_percent: config.reconcile.max_share_percent,
+            patience: RECONCILE_PATIENCE,
         },
         release_deadline: RELEASE_DEADLINE,
         boot_deadline: BOOT_DEADLINE,

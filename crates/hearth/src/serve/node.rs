@@ -1,6 +1,7 @@
 //! `hearth.v1.NodeService`. Runs on the front's thread and answers from the first moment, whatever the engine
 //! does.
 
+use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +10,8 @@ use futures::Stream;
 use hearth_api::v1;
 use hearth_api::v1::node_service_server::NodeService;
 use hearth_core::host::Host;
-use hearth_node::{Ask, Desired, Phase, ReclaimProgress, Work};
+use hearth_core::resource::Kind;
+use hearth_node::{Ask, Desired, Found, KindProgress, Outcome, Pass, Phase, ReclaimProgress, Work};
 use tonic::{Request, Response, Status};
 
 use super::{Node, convert};
@@ -116,6 +118,32 @@ impl<H: Host> NodeService for NodeInfo<H> {
     async fn activate(&self, _: Request<v1::ActivateRequest>) -> Reply<v1::NodeStatus> {
         self.ask(Ask::Activate).map(Response::new)
     }
+
+    async fn reconcile(&self, request: Request<v1::ReconcileRequest>) -> Reply<v1::ReconcileResponse> {
+        let (engine, dry_run) = (Arc::clone(&self.0.engine), request.into_inner().dry_run);
+        let pass = self.0.call(async move { engine.reconcile(dry_run).await }).await?;
+        Ok(Response::new(pass_message(pass)))
+    }
+}
+
+fn pass_message(pass: Pass) -> v1::ReconcileResponse {
+    let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let finding = |found: Found| v1::Finding {
+        kind: found.finding.kind().to_string(),
+        what: found.finding.to_string(),
+        evidence: found.facts,
+        sightings: found.sightings,
+        age_ms: ms(found.age),
+        outcome: found.outcome.as_str().into(),
+        why: if let Outcome::Failed(why) = found.outcome { why } else { String::new() },
+    };
+    v1::ReconcileResponse {
+        result: pass.result.as_str().into(),
+        reason: pass.reason,
+        objects: u64::try_from(pass.objects).unwrap_or(u64::MAX),
+        took_ms: ms(pass.took),
+        findings: pass.findings.into_iter().map(finding).collect(),
+    }
 }
 
 /// Everything a client is told of the node's status.
@@ -134,7 +162,7 @@ fn node_status<H: Host>(node: &Node<H>) -> v1::NodeStatus {
             Phase::Failed(_) => "failed",
         }
         .into(),
-        reclaim: Some(reclaim(&node.engine.reclaim())),
+        reclaim: Some(reclaim(&node.engine.reclaim(), &node.engine.leftovers())),
         drained: matches!(desired, Desired::Draining { .. }) && work.is_some_and(|w| w.total() == 0),
         work: work.map(work_message),
     }
@@ -149,15 +177,14 @@ fn work_message(work: Work) -> v1::Work {
     }
 }
 
-fn reclaim(progress: &ReclaimProgress) -> v1::Reclaim {
+fn reclaim(progress: &ReclaimProgress, kinds: &BTreeMap<Kind, KindProgress>) -> v1::Reclaim {
     v1::Reclaim {
         state: progress.state.as_str().into(),
         total: progress.total,
         done: progress.done,
         failed: progress.failed,
         estimate_ms: progress.estimate().map(|t| u64::try_from(t.as_millis()).unwrap_or(u64::MAX)),
-        kinds: progress
-            .kinds
+        kinds: kinds
             .iter()
             .map(|(kind, p)| {
                 let leftovers = v1::Leftovers {

@@ -18,7 +18,7 @@ const PROCESS: Wish =
     Wish { test: "process_vmm = true", slot_pool: 1, prefix_len: 20, env: &[], own_state: false };
 
 /// The layout that the harness configures.
-fn layout(node: &Node) -> SlotLayout {
+pub fn layout(node: &Node) -> SlotLayout {
     SlotLayout {
         instance: node.instance.parse().unwrap(),
         veth_prefix: "hxv".parse().unwrap(),
@@ -26,12 +26,12 @@ fn layout(node: &Node) -> SlotLayout {
     }
 }
 
-fn slot(n: u32) -> SlotIndex {
+pub fn slot(n: u32) -> SlotIndex {
     SlotIndex::new(n).unwrap()
 }
 
 /// Makes whole slots that no record names.
-fn leak(node: &Node, numbers: impl Iterator<Item = u32> + Send) {
+pub fn leak(node: &Node, numbers: impl Iterator<Item = u32> + Send) {
     let config = HostConfig {
         layout: layout(node),
         state_dir: node.state.join(&node.instance),
@@ -48,7 +48,7 @@ fn leak(node: &Node, numbers: impl Iterator<Item = u32> + Send) {
 }
 
 /// The numbers that have a namespace's name or a link.
-fn present(node: &Node) -> BTreeSet<u32> {
+pub fn present(node: &Node) -> BTreeSet<u32> {
     let layout = layout(node);
     let names = fs::read_dir("/run/netns").unwrap().map(|e| e.unwrap().file_name());
     let mut present: BTreeSet<u32> =
@@ -60,7 +60,7 @@ fn present(node: &Node) -> BTreeSet<u32> {
 }
 
 /// Waits for something in `/health` of a daemon that answers.
-fn until(node: &Node, what: &str, good: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {
+pub fn until(node: &Node, what: &str, good: impl Fn(&serde_json::Value) -> bool) -> serde_json::Value {
     let end = Instant::now() + Duration::from_secs(120);
     loop {
         if let Some(answer) = get_with(node, "/health", "") {
@@ -75,7 +75,7 @@ fn until(node: &Node, what: &str, good: impl Fn(&serde_json::Value) -> bool) -> 
     }
 }
 
-fn reclaim_is_done(health: &serde_json::Value) -> bool {
+pub fn reclaim_is_done(health: &serde_json::Value) -> bool {
     health["reclaim"]["state"] == "done"
 }
 
@@ -85,7 +85,7 @@ fn sleep_inside(node: &Node, n: u32) -> Child {
 }
 
 /// The value of one metric line.
-fn metric(node: &Node, line: &str) -> f64 {
+pub fn metric(node: &Node, line: &str) -> f64 {
     let metrics = get(node, "/metrics").body;
     let value = metrics.lines().find_map(|l| l.strip_prefix(line)?.strip_prefix(' '));
     value.unwrap_or_else(|| panic!("no {line} in {metrics}")).parse().unwrap()

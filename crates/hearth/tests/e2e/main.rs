@@ -14,6 +14,7 @@ mod http;
 mod net;
 mod node;
 mod probe;
+mod reconcile;
 mod restart;
 mod running;
 mod status;

@@ -10,11 +10,11 @@ use hearth_core::resource::Kind;
 pub struct ReclaimProgress {
     /// Where it is.
     pub state: ReclaimState,
-    /// Leftovers found at start.
+    /// Leftovers found: at start, and by later reconcile passes that release them.
     pub total: u64,
     /// Released since.
     pub done: u64,
-    /// Failed in the first round; tried again.
+    /// Failed at the first try; tried again.
     pub failed: u64,
     /// When the release began.
     pub began: Option<Instant>,
@@ -93,12 +93,17 @@ impl Default for ReclaimProgress {
 impl ReclaimProgress {
     /// Leftovers were found and are being released, or only reported.
     pub(crate) fn found(&mut self, state: ReclaimState, found: impl Iterator<Item = Kind>) {
+        self.more(found);
+        self.state = state;
+        self.began = (state == ReclaimState::Running).then(Instant::now);
+    }
+
+    /// More leftovers to be released.
+    pub(crate) fn more(&mut self, found: impl Iterator<Item = Kind>) {
         for kind in found {
             self.total += 1;
             self.kinds.entry(kind).or_default().leaked += 1;
         }
-        self.state = state;
-        self.began = (state == ReclaimState::Running).then(Instant::now);
     }
 
     /// One is gone.
@@ -110,13 +115,12 @@ impl ReclaimProgress {
         kind.stuck = kind.stuck.min(kind.leaked);
     }
 
-    /// One did not go.
-    pub(crate) fn stays(&mut self, kind: Kind) {
-        let first_round = self.state == ReclaimState::Running;
-        self.failed += u64::from(first_round);
+    /// One did not go, at the `first` try or again.
+    pub(crate) fn stays(&mut self, kind: Kind, first: bool) {
+        self.failed += u64::from(first);
         let kind = self.kinds.entry(kind).or_default();
         kind.failures += 1;
-        kind.stuck = (kind.stuck + u64::from(first_round)).min(kind.leaked);
+        kind.stuck = (kind.stuck + u64::from(first)).min(kind.leaked);
     }
 }
 
@@ -130,7 +134,7 @@ mod tests {
         p.found(ReclaimState::Running, [Kind::Netns, Kind::Netns, Kind::Netns, Kind::Cgroup].into_iter());
         p.gone(Kind::Cgroup);
         p.gone(Kind::Netns);
-        p.stays(Kind::Netns);
+        p.stays(Kind::Netns, true);
         assert_eq!((p.total, p.done, p.failed), (4, 2, 1));
         assert!(p.estimate().is_some());
         let netns = p.kinds[&Kind::Netns];
@@ -139,11 +143,16 @@ mod tests {
         p.state = ReclaimState::Done;
         assert_eq!(p.estimate(), None);
         // Later rounds count tries, and no leftover twice.
-        p.stays(Kind::Netns);
+        p.stays(Kind::Netns, false);
         let netns = p.kinds[&Kind::Netns];
         assert_eq!((p.failed, netns.leaked, netns.stuck, netns.failures), (1, 1, 1, 2));
         p.gone(Kind::Netns);
         let netns = p.kinds[&Kind::Netns];
         assert_eq!((p.done, netns.leaked, netns.stuck, netns.reclaimed), (4, 0, 0, 3));
+        // Found by a later pass.
+        p.more([Kind::Cgroup].into_iter());
+        assert_eq!((p.total, p.done, p.kinds[&Kind::Cgroup].leaked), (5, 4, 1));
+        p.gone(Kind::Cgroup);
+        assert_eq!((p.total, p.done, p.kinds[&Kind::Cgroup].leaked), (5, 5, 0));
     }
 }

@@ -23,7 +23,8 @@ use hearth_core::resource::Resource;
 use hearth_core::shim::{SHIM_SOCKET, ShimSpec};
 use hearth_core::spec::VmmKind;
 use hearth_node::{
-    Engine, EngineConfig, EngineError, Failpoints, NewSandbox, Phase, Reclaim, ReclaimMode, View, Vmms,
+    Engine, EngineConfig, EngineError, Failpoints, NewSandbox, Phase, Reclaim, ReclaimMode, Reconcile,
+    ReconcileAction, View, Vmms,
 };
 use hearth_testkit::FakeHost;
 use tokio::sync::mpsc;
@@ -37,6 +38,7 @@ pub struct Bench {
     pub cidr: &'static str,
     pub slot_pool: usize,
     pub reclaim: ReclaimMode,
+    pub reconcile: Reconcile,
 }
 
 pub const TEMPLATE: &str = "flat";
@@ -62,7 +64,7 @@ impl Bench {
             Ok(())
         });
         write_template(&tmp.path().join("state"));
-        Self { tmp, host, boot_blocks, cidr, slot_pool, reclaim: ReclaimMode::Background }
+        Self { tmp, host, boot_blocks, cidr, slot_pool, reclaim: ReclaimMode::Background, reconcile: never() }
     }
 
     pub fn config(&self, failpoints: Failpoints) -> EngineConfig {
@@ -90,6 +92,7 @@ impl Bench {
                 budget: None,
                 budget_count: None,
             },
+            reconcile: self.reconcile.clone(),
             release_deadline: Duration::from_millis(300),
             boot_deadline: Duration::from_secs(5),
             console_cap_bytes: 4096,
@@ -110,6 +113,17 @@ impl Bench {
     /// What exists beyond the instance's constant table, once prepared slots are gone too.
     pub fn leftovers(&self) -> Vec<Resource> {
         self.host.leftovers().into_iter().filter(|r| *r != Resource::HostFirewall).collect()
+    }
+}
+
+/// No pass but on demand, without guards that take time.
+fn never() -> Reconcile {
+    Reconcile {
+        interval: Duration::from_secs(3600),
+        action: ReconcileAction::Clean,
+        min_age: Duration::ZERO,
+        max_share_percent: 20,
+        patience: Duration::from_secs(60),
     }
 }
 
