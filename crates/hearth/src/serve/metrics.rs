@@ -1,7 +1,7 @@
 //! `GET /metrics`: made anew for each scrape from what the engine shows, so that there is no second set of
 //! books. Waits for nothing. What is not known yet has no value: 0 would be a claim.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use hearth_core::host::Host;
 use hearth_core::lifecycle::SlotState;
@@ -59,6 +59,7 @@ pub(super) fn render<H: Host>(node: &Node<H>) -> String {
             ("exited", work.exited),
             ("deleting", work.deleting),
             ("stuck", work.stuck),
+            ("unknown", node.engine.unknown().map_or(0, |u| u32::try_from(u.len()).unwrap_or(u32::MAX))),
         ];
         states(&mut registry, "sandboxes", "Sandboxes by state", counts);
         let mut slots = node.engine.slot_counts();
@@ -67,7 +68,7 @@ pub(super) fn render<H: Host>(node: &Node<H>) -> String {
         }
         states(&mut registry, "slots", "Network slots by state", slots);
     }
-    reclaim(&mut registry, &node.engine.reclaim());
+    reclaim(&mut registry, &node.engine.reclaim(), &node.engine.stuck());
 
     let mut text = String::new();
     if let Err(e) = encode(&mut text, &registry) {
@@ -100,20 +101,27 @@ fn states<S: Into<String>>(
     registry.register(name, help, family);
 }
 
-fn reclaim(registry: &mut Registry, progress: &hearth_node::ReclaimProgress) {
-    let kinds: BTreeSet<Kind> = RECLAIMED.into_iter().chain(progress.kinds.keys().copied()).collect();
+fn reclaim(
+    registry: &mut Registry,
+    progress: &hearth_node::ReclaimProgress,
+    of_sandboxes: &BTreeMap<Kind, u64>,
+) {
+    let seen = progress.kinds.keys().chain(of_sandboxes.keys()).copied();
+    let kinds: BTreeSet<Kind> = RECLAIMED.into_iter().chain(seen).collect();
     let of = |kind: &Kind| progress.kinds.get(kind).copied().unwrap_or_default();
     if progress.state != ReclaimState::Scanning {
-        let mut gauge = |name: &str, help: &str, value: fn(KindProgress) -> u64| {
+        let mut gauge = |name: &str, help: &str, value: &dyn Fn(&Kind) -> u64| {
             let family = Family::<OfKind, Gauge>::default();
             for kind in &kinds {
-                let value = i64::try_from(value(of(kind))).unwrap_or(i64::MAX);
+                let value = i64::try_from(value(kind)).unwrap_or(i64::MAX);
                 family.get_or_create(&OfKind { kind: kind.as_str() }).set(value);
             }
             registry.register(name, help, family);
         };
-        gauge("leaked", "Leftovers without an owner; the only good value is 0", |k| k.leaked);
-        gauge("stuck", "Of the leaked, those tried without success", |k| k.stuck);
+        gauge("leaked", "Leftovers without an owner; the only good value is 0", &|k| of(k).leaked);
+        let of_sandbox = |kind: &Kind| of_sandboxes.get(kind).copied().unwrap_or(0);
+        let stuck = |kind: &Kind| of(kind).stuck + of_sandbox(kind);
+        gauge("stuck", "Tried to release without success: leftovers, and parts of stuck sandboxes", &stuck);
     }
     let mut counter = |name: &str, help: &str, value: fn(KindProgress) -> u64| {
         let family = Family::<OfKind, Counter>::default();
