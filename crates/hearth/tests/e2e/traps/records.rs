@@ -74,7 +74,7 @@ impl SmallDisk {
     fn mount(node: &Node) -> Self {
         let at = node.state.clone();
         fs::create_dir(&at).unwrap();
-        run("mount", &["-t", "tmpfs", "-o", "size=24m", "hx-small-disk", path(&at)]);
+        run("mount", &["-t", "tmpfs", "-o", "size=128m", "hx-small-disk", path(&at)]);
         let disk = Self(at);
         let prepared = PathBuf::from(std::env::var_os("HEARTH_TEST_STATE").unwrap());
         for name in ["kernels", "templates", "tmp"] {
