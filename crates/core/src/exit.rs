@@ -25,6 +25,22 @@ pub struct ExitRecord {
 impl ExitRecord {
     /// Version written by this build.
     pub const SCHEMA: u32 = 1;
+
+    /// How it ended in one line: `vmm-failed, signal 9: …`.
+    #[must_use]
+    pub fn words(&self) -> String {
+        let mut words = self.reason.as_str().to_owned();
+        // What was asked for is told by the reason alone: a stop ends in a signal of ours.
+        if self.reason == ExitReason::VmmFailed {
+            let how = self.signal.map(|n| format!(", signal {n}"));
+            words.extend(how.or_else(|| self.code.map(|n| format!(", exit code {n}"))));
+        }
+        if !self.detail.is_empty() {
+            words.push_str(": ");
+            words.push_str(&self.detail);
+        }
+        words
+    }
 }
 
 /// Why a VMM ended.
@@ -51,5 +67,27 @@ impl ExitReason {
             ExitReason::EndTime => "end-time",
             ExitReason::VmmFailed => "vmm-failed",
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_tell_the_signal_of_a_failure_and_not_that_of_a_stop() {
+        let record = |reason, code, signal, detail: &str| ExitRecord {
+            schema: ExitRecord::SCHEMA,
+            reason,
+            code,
+            signal,
+            at_ms: 1,
+            detail: detail.into(),
+        };
+        let words = record(ExitReason::VmmFailed, None, Some(9), "").words();
+        assert_eq!(words, "vmm-failed, signal 9");
+        let words = record(ExitReason::VmmFailed, Some(1), None, "no tap").words();
+        assert_eq!(words, "vmm-failed, exit code 1: no tap");
+        assert_eq!(record(ExitReason::Stopped, None, Some(9), "").words(), "stopped");
     }
 }

@@ -10,6 +10,7 @@ use std::time::Duration;
 use crate::network::SlotIndex;
 use crate::process::{Liveness, ProcessIdentity};
 use crate::resource::{Kind, Resource};
+use crate::stuck::Holder;
 
 /// A host resource could not be seen, made or released.
 #[derive(Debug, thiserror::Error)]
@@ -191,7 +192,11 @@ pub trait Host: Send + Sync + 'static {
     /// If the cgroup is absent or the program cannot be executed.
     fn spawn(&self, spec: &SpawnSpec) -> Result<Spawned, HostError>;
 
-    /// Whether a recorded process still runs.
+    /// Who keeps a resource from going, as far as that can be seen; the first few. For an operator: nothing
+    /// is decided by it.
+    fn holders(&self, resource: &Resource) -> Vec<Holder>;
+
+    /// Whether a recorded process still runs, and in its cgroup if one is recorded.
     fn liveness(&self, process: &ProcessIdentity) -> Liveness;
 
     /// A pidfd of a recorded process, proven to be the same one after opening.

@@ -16,3 +16,4 @@ pub mod resource;
 pub mod shim;
 pub mod spec;
 pub mod steps;
+pub mod stuck;

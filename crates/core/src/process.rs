@@ -11,6 +11,10 @@ pub struct ProcessIdentity {
     pub start_time: u64,
     /// `/proc/sys/kernel/random/boot_id` of the boot it was started in.
     pub boot_id: String,
+    /// Last part of the path of the cgroup it is in or below, among those of the instance. `None`: it is in
+    /// none of ours, and the three facts above have to do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cgroup: Option<String>,
 }
 
 /// What became of a recorded process.
@@ -18,7 +22,8 @@ pub struct ProcessIdentity {
 pub enum Liveness {
     /// The same process still runs.
     Alive,
-    /// It ended (or is a zombie), or its pid now belongs to another process, or the host was booted since.
+    /// It ended (or is a zombie), or its pid now belongs to another process, which a wrong start time or
+    /// another cgroup tells, or the host was booted since.
     Gone,
     /// The facts could not be read; unknown is not gone (law 4).
     Unknown(String),

@@ -8,6 +8,7 @@ use crate::network::SlotIndex;
 use crate::process::ProcessIdentity;
 use crate::resource::Resource;
 use crate::spec::SandboxSpec;
+use crate::stuck::Stuck;
 
 /// File name of the record in a sandbox's state directory.
 pub const RECORD_FILE: &str = "record.json";
@@ -39,7 +40,8 @@ pub struct Record {
     /// its absence was seen.
     pub resources: Vec<Resource>,
     /// What keeps it from being released, if it is stuck.
-    pub stuck: Option<String>,
+    #[serde(default, deserialize_with = "crate::stuck::of_record")]
+    pub stuck: Option<Stuck>,
 }
 
 /// A record that cannot be used; the file is kept.

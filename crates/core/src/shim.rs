@@ -22,6 +22,28 @@ pub const SHIM_LOG: &str = "shim.log";
 /// Version of the shim protocol; the daemon also speaks the one before.
 pub const SHIM_PROTOCOL: u32 = 1;
 
+/// Whether this build understands a shim of protocol `theirs`: its own version and the one before.
+///
+/// # Errors
+/// In words, with what to do.
+pub fn check_protocol(theirs: u32) -> Result<(), String> {
+    spoken(theirs, SHIM_PROTOCOL)
+}
+
+fn spoken(theirs: u32, ours: u32) -> Result<(), String> {
+    let (which, todo) = if theirs > ours {
+        ("newer", "start the newer hearth again")
+    } else if theirs.saturating_add(1) < ours {
+        ("older", "delete the sandbox, or start the hearth that made it")
+    } else {
+        return Ok(());
+    };
+    Err(format!(
+        "its shim speaks the {which} protocol {theirs}, this daemon {ours} and the one before; \
+         its VM goes on, to reach it {todo}"
+    ))
+}
+
 /// Everything a shim needs to run one VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShimSpec {
@@ -76,4 +98,18 @@ pub struct GuestNetSpec {
     pub mac: String,
     /// Name servers for the guest's resolv.conf.
     pub dns: Vec<std::net::Ipv4Addr>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shim_one_version_older_is_understood_and_no_other() {
+        assert_eq!(spoken(5, 5), Ok(()));
+        assert_eq!(spoken(4, 5), Ok(()));
+        assert!(spoken(3, 5).unwrap_err().contains("older protocol 3"));
+        assert!(spoken(6, 5).unwrap_err().contains("newer protocol 6"));
+        assert_eq!(check_protocol(SHIM_PROTOCOL), Ok(()));
+    }
 }

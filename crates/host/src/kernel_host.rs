@@ -15,6 +15,7 @@ use hearth_core::host::{
 use hearth_core::network::{SlotIndex, SlotLayout};
 use hearth_core::process::{Liveness, ProcessIdentity};
 use hearth_core::resource::{Kind, Resource};
+use hearth_core::stuck::Holder;
 
 use crate::cgroup::Cgroups;
 use crate::directory::Directories;
@@ -25,6 +26,8 @@ use crate::{error, net, sparse};
 /// Soft limit of open files of a started process: a shim holds a few per block request and connection; more
 /// only slows what walks the table (measured: Firecracker starts slower with half a million).
 const SPAWN_NOFILE: u64 = 65_536;
+/// Tasks told of what is stuck.
+const HOLDERS: usize = 8;
 
 /// Which instance, and where its directories are.
 #[derive(Debug, Clone)]
@@ -136,6 +139,18 @@ impl KernelHost {
         Ok(own)
     }
 
+    /// Ends a process that is proven to be ours; one that only has its numbers is as good as gone.
+    fn release_process(&self, process: &ProcessIdentity, within: Duration) -> Result<(), HostError> {
+        if process::liveness(process) == Liveness::Alive {
+            match self.liveness(process) {
+                Liveness::Alive => {}
+                Liveness::Gone => return Ok(()),
+                Liveness::Unknown(why) => return Err(not_ours("release", process, ErrorClass::Failed, &why)),
+            }
+        }
+        process::release(process, within)
+    }
+
     /// The processes in this instance's cgroups.
     fn census_processes(&self) -> Result<Census, HostError> {
         let cgroups = self.cgroups.census()?;
@@ -151,8 +166,9 @@ impl KernelHost {
             };
             for pid in pids {
                 // One that ended since is not there; a zombie is gone too.
-                let Ok(process) = process::identity_of(pid) else { continue };
-                if process::liveness(&process) == Liveness::Gone {
+                let Ok(mut process) = process::identity_of(pid) else { continue };
+                process.cgroup = Some(name.clone());
+                if self.liveness(&process) == Liveness::Gone {
                     continue;
                 }
                 let facts = format!("in cgroup {name}: {}", process::describe(pid));
@@ -206,7 +222,7 @@ impl Host for KernelHost {
         match resource {
             Resource::Directory { path } => self.directories.release(path, within),
             Resource::Cgroup { name } => self.cgroups.release(name, within),
-            Resource::Process { process } => process::release(process, within),
+            Resource::Process { process } => self.release_process(process, within),
             Resource::Netns { slot } => {
                 let (spared, pace) = (BTreeSet::new(), || Pace::Batch(1));
                 let order = SlotRelease { within, grace: within, spared: &spared, pace: &pace };
@@ -272,7 +288,10 @@ impl Host for KernelHost {
             ..SpawnOptions::default()
         };
         match process::spawn(options) {
-            Ok(child) => Ok(Spawned { identity: child.identity, pidfd: child.pidfd }),
+            Ok(child) => {
+                let identity = ProcessIdentity { cgroup: Some(spec.cgroup.clone()), ..child.identity };
+                Ok(Spawned { identity, pidfd: child.pidfd })
+            }
             Err(e) => Err(HostError {
                 verb: "spawn",
                 what: spec.program.display().to_string(),
@@ -283,17 +302,45 @@ impl Host for KernelHost {
         }
     }
 
+    fn holders(&self, resource: &Resource) -> Vec<Holder> {
+        let pids = match resource {
+            Resource::Process { process } if self.liveness(process) != Liveness::Gone => vec![process.pid],
+            // What cannot be seen is not told; nothing is decided by it.
+            Resource::Cgroup { name } => self.cgroups.pids(name).unwrap_or_default(),
+            Resource::Netns { slot } => net::holders::of_name(&self.config.layout.netns_path(*slot)),
+            _ => Vec::new(),
+        };
+        pids.into_iter().flat_map(process::tasks).take(HOLDERS).collect()
+    }
+
     fn liveness(&self, process: &ProcessIdentity) -> Liveness {
-        process::liveness(process)
+        match (process::liveness(process), &process.cgroup) {
+            (Liveness::Alive, Some(name)) => {
+                process::membership::judge(process.pid, self.config.layout.instance.as_str(), name)
+            }
+            (other, _) => other,
+        }
     }
 
     fn open_process(&self, process: &ProcessIdentity) -> Result<OwnedFd, HostError> {
-        process::open(process)
+        // The descriptor first: the number cannot change hands between the proof and its use.
+        let pidfd = process::open(process)?;
+        match self.liveness(process) {
+            Liveness::Alive => Ok(pidfd),
+            Liveness::Gone => {
+                Err(not_ours("open", process, ErrorClass::Refused, "it is not the recorded one"))
+            }
+            Liveness::Unknown(why) => Err(not_ours("open", process, ErrorClass::Failed, &why)),
+        }
     }
 
     fn boot_id(&self) -> &str {
         self.boot_id
     }
+}
+
+fn not_ours(verb: &'static str, process: &ProcessIdentity, class: ErrorClass, why: &str) -> HostError {
+    error::plain(verb, format_args!("process {}", process.pid), class, why)
 }
 
 /// Standard input from `/dev/null`, output and error appended to the log (0600, made if absent).

@@ -214,6 +214,7 @@ fn recorded_holder(file: &File) -> Option<u32> {
         pid: fields.next()?.parse().ok()?,
         start_time: fields.next()?.parse().ok()?,
         boot_id: fields.next()?.to_owned(),
+        cgroup: None,
     };
     (process::liveness(&recorded) == Liveness::Alive).then_some(recorded.pid)
 }

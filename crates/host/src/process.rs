@@ -4,8 +4,10 @@
 //! Starting one is in [`mod@spawn`].
 
 mod child;
+pub(crate) mod membership;
 pub mod spawn;
 mod stat;
+mod tasks;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,6 +21,7 @@ use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions};
 
 pub use rustix::process::Signal;
 pub use spawn::{Child, SpawnError, SpawnOptions, spawn};
+pub use tasks::tasks;
 
 use crate::error;
 
@@ -51,10 +54,12 @@ pub fn boot_id() -> io::Result<&'static str> {
 /// If there is no such process or `/proc` cannot be read.
 pub fn identity_of(pid: u32) -> io::Result<ProcessIdentity> {
     let stat = stat::read(pid)?;
-    Ok(ProcessIdentity { pid, start_time: stat.start_time, boot_id: boot_id()?.to_owned() })
+    let boot_id = boot_id()?.to_owned();
+    Ok(ProcessIdentity { pid, start_time: stat.start_time, boot_id, cgroup: None })
 }
 
-/// Whether a recorded process still runs. A zombie counts as gone.
+/// Whether a recorded process still runs, by pid, start time and boot; who knows the cgroups looks at that fact
+/// as well. A zombie counts as gone.
 #[must_use]
 pub fn liveness(process: &ProcessIdentity) -> Liveness {
     match boot_id() {

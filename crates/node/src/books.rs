@@ -1,6 +1,6 @@
 //! Who is who: the sandboxes of this engine by id and by name, and the last ones that ended.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use hearth_core::exit::ExitRecord;
@@ -26,6 +26,8 @@ struct Inner {
     ended: VecDeque<(SandboxId, SandboxName, String)>,
     /// Ids under which something leaked: no sandbox gets one of them again.
     leaked: HashSet<SandboxId>,
+    /// Records that cannot be used, by id: why, and what to do.
+    unknown: BTreeMap<String, String>,
     /// What the operator wants.
     desired: Desired,
     /// Why no new sandbox is ever taken again: the daemon ends.
@@ -90,8 +92,7 @@ impl Books {
             inner.by_name.remove(&record.name);
         }
         let how = match exit {
-            Some(exit) if exit.detail.is_empty() => exit.reason.as_str().to_owned(),
-            Some(exit) => format!("{}: {}", exit.reason.as_str(), exit.detail),
+            Some(exit) => exit.words(),
             None => "deleted".to_owned(),
         };
         inner.ended.push_back((record.id.clone(), record.name.clone(), how));
@@ -111,11 +112,33 @@ impl Books {
         if let Some(handle) = by_id().or_else(by_name) {
             return Ok(handle.clone());
         }
+        if let Some(why) = inner.unknown.get(key) {
+            return Err(EngineError::Precondition(format!(
+                "sandbox {key} is unknown, so nothing of it is touched: {why}"
+            )));
+        }
         let ended = inner.ended.iter().rev().find(|(id, name, _)| id.as_str() == key || name.as_str() == key);
         Err(EngineError::NotFound(match ended {
             Some((id, _, how)) => format!("sandbox {key} ({id}) has ended: {how}"),
-            None => format!("no sandbox is called {key:?}; `hearth ls` lists them"),
+            None if inner.unknown.is_empty() => {
+                format!("no sandbox is called {key:?}; `hearth ls` lists them")
+            }
+            // It may be the name of one of these.
+            None => format!(
+                "no sandbox whose record can be read is called {key:?}; {} cannot, see `hearth ls`",
+                inner.unknown.len()
+            ),
         }))
+    }
+
+    /// Notes the records that cannot be used, all of them.
+    pub(crate) fn note_unknown(&self, unknown: BTreeMap<String, String>) {
+        self.lock().unknown = unknown;
+    }
+
+    /// The records that cannot be used, by id: why, and what to do.
+    pub(crate) fn unknown(&self) -> BTreeMap<String, String> {
+        self.lock().unknown.clone()
     }
 
     /// All, oldest first.

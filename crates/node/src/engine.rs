@@ -12,7 +12,7 @@ use hearth_core::id::{SandboxId, SandboxName, TemplateName};
 use hearth_core::image::Template;
 use hearth_core::lifecycle::SandboxState;
 use hearth_core::record::Record;
-use hearth_core::resource::Resource;
+use hearth_core::resource::{Kind, Resource};
 use hearth_core::spec::{SandboxSpec, VmmKind};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -33,6 +33,8 @@ use crate::shim_client::Client;
 
 /// Sandboxes released at the same time after a start.
 const RELEASES_AT_START: usize = 8;
+/// How long a request waits for the shim of a sandbox that is being taken over.
+const TAKE_OVER: Duration = Duration::from_secs(10);
 
 /// What the tasks of one engine share.
 #[derive(Debug)]
@@ -234,6 +236,7 @@ impl<H: Host> Engine<H> {
             record: record.clone(),
             steps: vec![],
             shim: None,
+            unreachable: None,
             exit: None,
             gone: false,
         });
@@ -357,10 +360,47 @@ impl<H: Host> Engine<H> {
             return Err(EngineError::Precondition(format!("sandbox {key} is {}, not running", view.state)));
         }
         view.shim.ok_or_else(|| {
-            EngineError::Precondition(format!(
-                "the shim of sandbox {key} cannot be reached; see the daemon's log"
-            ))
+            let why = view.unreachable.unwrap_or_else(|| "it is being connected to".into());
+            EngineError::Precondition(format!("the shim of sandbox {key} cannot be reached: {why}"))
         })
+    }
+
+    /// As [`shim`](Self::shim), but a sandbox that is just being taken over is waited for: the node is ready
+    /// before every shim has answered.
+    ///
+    /// # Errors
+    /// If it does not run or its shim does not answer.
+    pub async fn connected(&self, key: &str) -> Result<Client, EngineError> {
+        self.ready()?;
+        let mut view = self.context.books.find(key)?.view;
+        let told = view.wait_for(|v| {
+            v.state != SandboxState::Running || v.shim.is_some() || v.unreachable.is_some() || v.gone
+        });
+        // Late or not, what is known then is the answer.
+        drop(tokio::time::timeout(TAKE_OVER, told).await);
+        self.shim(key)
+    }
+
+    /// The records that cannot be used, by sandbox id: why, and what to do. What they may own is kept.
+    ///
+    /// # Errors
+    /// If the node does not know yet.
+    pub fn unknown(&self) -> Result<BTreeMap<String, String>, EngineError> {
+        self.ready()?;
+        Ok(self.context.books.unknown())
+    }
+
+    /// Resources of stuck sandboxes that did not go at the last try, by kind.
+    #[must_use]
+    pub fn stuck(&self) -> BTreeMap<Kind, u64> {
+        let mut stuck = BTreeMap::new();
+        for view in self.context.books.views() {
+            let view = view.borrow();
+            for left in view.record.stuck.iter().flat_map(|s| &s.left) {
+                *stuck.entry(left.kind).or_default() += 1;
+            }
+        }
+        stuck
     }
 
     /// The console log of a sandbox, and its view to follow its end.

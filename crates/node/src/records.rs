@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use hearth_core::exit::{EXIT_RECORD_FILE, ExitRecord};
 use hearth_core::id::SandboxId;
 use hearth_core::record::{RECORD_FILE, Record};
+use hearth_core::resource::Resource;
 
 /// The records of one instance.
 #[derive(Debug, Clone)]
@@ -21,7 +22,7 @@ pub(crate) struct Records {
 pub(crate) struct Loaded {
     /// Usable.
     pub(crate) records: Vec<Record>,
-    /// Sandbox directories whose record cannot be used, and why. Kept as they are.
+    /// Sandbox directories whose record cannot be used, by id: why, and what to do. Kept as they are.
     pub(crate) unreadable: BTreeMap<String, String>,
     /// Sandbox directories without a record: made just before a crash, or released all but this.
     pub(crate) without: Vec<PathBuf>,
@@ -118,36 +119,55 @@ impl Records {
 
 fn read_record(dir: &Path, name: &str) -> Result<Option<Record>, String> {
     let path = dir.join(RECORD_FILE);
+    let unusable = |why: String, todo: &str| format!("{}: {why}; {todo}", path.display());
+    let broken = |why: String| {
+        let todo = format!(
+            "put back a copy of it, or, once nothing runs in the cgroup of {name}, remove {}; then restart the daemon",
+            dir.display()
+        );
+        unusable(why, &todo)
+    };
     let text = match fs::read(&path) {
+        Ok(text) if text.is_empty() => return Err(broken("it is empty".into())),
         Ok(text) => text,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(format!("{}: {e}", path.display())),
+        Err(e) => return Err(unusable(e.to_string(), "make it readable and restart the daemon")),
     };
     // The version first: a newer form may not parse as ours.
     #[derive(serde::Deserialize)]
     struct Head {
         schema: u32,
     }
-    let head: Head = serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    let head: Head = serde_json::from_slice(&text).map_err(|e| broken(e.to_string()))?;
     if head.schema > Record::SCHEMA {
-        return Err(format!(
-            "{}: schema {} is newer than the {} this hearth knows; use the newer hearth",
-            path.display(),
-            head.schema,
-            Record::SCHEMA
-        ));
+        let why = format!("schema {} is newer than the {} this hearth knows", head.schema, Record::SCHEMA);
+        return Err(unusable(why, "start the newer hearth again"));
     }
-    let record: Record = serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    let mut record: Record = serde_json::from_slice(&text).map_err(|e| broken(e.to_string()))?;
     if record.id.as_str() != name {
-        return Err(format!("{}: it names sandbox {}, its directory {name}", path.display(), record.id));
+        return Err(broken(format!("it names sandbox {}, its directory {name}", record.id)));
     }
+    complete(&mut record);
     Ok(Some(record))
+}
+
+/// An older record does not say in which cgroup its shim is; a shim was always born in the sandbox's own.
+fn complete(record: &mut Record) {
+    let own = record.id.to_string();
+    let of_resources = record.resources.iter_mut().filter_map(|r| match r {
+        Resource::Process { process } => Some(process),
+        _ => None,
+    });
+    for process in record.shim.iter_mut().chain(of_resources) {
+        process.cgroup.get_or_insert_with(|| own.clone());
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use hearth_core::lifecycle::SandboxState;
+    use hearth_core::process::ProcessIdentity;
     use hearth_core::spec::{SandboxSpec, VmmKind};
 
     pub(crate) fn record(id: &str) -> Record {
@@ -205,9 +225,31 @@ mod tests {
             loaded.unreadable.keys().map(String::as_str).collect::<Vec<_>>(),
             [EMPTY, FUTURE, OTHER, TRUNCATED]
         );
-        assert!(loaded.unreadable[FUTURE].contains("newer"));
+        assert!(loaded.unreadable[FUTURE].contains("schema 99 is newer"));
+        assert!(loaded.unreadable[EMPTY].contains("it is empty; put back a copy"));
         assert_eq!(loaded.without, [tmp.path().join("sandboxes").join(BARE)]);
         assert_eq!(loaded.foreign, [tmp.path().join("sandboxes/old-backup")]);
+    }
+
+    #[test]
+    fn a_record_of_the_former_form_is_read_and_completed() {
+        let tmp = tempfile::tempdir().unwrap();
+        let records = Records::new(tmp.path());
+        let process = ProcessIdentity { pid: 7, start_time: 8, boot_id: "b".into(), cgroup: None };
+        let mut former = record("aaaaaaaaaaaaaaaa");
+        former.shim = Some(process.clone());
+        former.resources = vec![Resource::Process { process }];
+        fs::create_dir_all(records.sandbox_dir(&former.id)).unwrap();
+        records.save(&former).unwrap();
+        let path = records.sandbox_dir(&former.id).join(RECORD_FILE);
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(!text.contains("cgroup"), "{text}");
+        fs::write(&path, text.replace("\"stuck\": null", "\"stuck\": \"busy\"")).unwrap();
+        let read = records.load_one(&former.id).unwrap().unwrap();
+        assert_eq!(read.stuck.unwrap().to_string(), "busy");
+        let shim = read.shim.unwrap();
+        assert_eq!(shim.cgroup.as_deref(), Some("aaaaaaaaaaaaaaaa"));
+        assert_eq!(read.resources, [Resource::Process { process: shim }]);
     }
 
     #[test]

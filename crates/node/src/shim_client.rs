@@ -6,7 +6,7 @@ use std::time::Duration;
 use hearth_api::shim::shim_service_client::ShimServiceClient;
 use hearth_api::shim::{BootRequest, InfoRequest, InfoResponse, StopRequest};
 use hearth_core::id::SandboxId;
-use hearth_core::shim::{SHIM_PROTOCOL, SHIM_SOCKET};
+use hearth_core::shim::{SHIM_SOCKET, check_protocol};
 use hyper_util::rt::TokioIo;
 use tonic::transport::{Channel, Endpoint};
 
@@ -27,13 +27,7 @@ pub(crate) async fn connect(run_dir: &Path, id: &SandboxId) -> Result<Client, St
     if info.sandbox_id != id.as_str() {
         return Err(format!("{}: the shim serves sandbox {}, not {id}", socket.display(), info.sandbox_id));
     }
-    if info.protocol > SHIM_PROTOCOL || info.protocol + 1 < SHIM_PROTOCOL {
-        return Err(format!(
-            "{}: the shim speaks protocol {}, this daemon {SHIM_PROTOCOL} and the one before",
-            socket.display(),
-            info.protocol
-        ));
-    }
+    check_protocol(info.protocol).map_err(|why| format!("{}: {why}", socket.display()))?;
     Ok(client)
 }
 

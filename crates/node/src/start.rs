@@ -89,6 +89,7 @@ impl<H: Host> Engine<H> {
         for (id, why) in &loaded.unreadable {
             tracing::error!(sandbox = %id, "its record cannot be used and is kept as it is: {why}");
         }
+        self.context.books.note_unknown(loaded.unreadable.clone());
 
         let observed = self.observe(loaded.records).await;
         let unreadable = loaded.unreadable.keys().cloned().collect();

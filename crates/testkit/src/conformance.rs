@@ -188,6 +188,8 @@ impl Suite<'_> {
         for wrong in [
             ProcessIdentity { start_time: process.start_time + 1, ..process.clone() },
             ProcessIdentity { boot_id: "another boot".into(), ..process.clone() },
+            // A stranger with all its numbers, as after a pid came round.
+            ProcessIdentity { cgroup: Some("conformance00001".into()), ..process.clone() },
         ] {
             assert_eq!(self.host.liveness(&wrong), Liveness::Gone, "{wrong:?}");
             self.host.open_process(&wrong).expect_err("opened a process that is not the same");
@@ -195,6 +197,7 @@ impl Suite<'_> {
             assert_eq!(self.host.liveness(&process), Liveness::Alive, "a stranger's signal hit {resource}");
         }
         self.refused(&resource);
+        assert!(self.host.holders(&cgroup).iter().any(|h| h.pid == process.pid), "holders of {cgroup}");
         let second = self.host.spawn(&spec("/bin/sleep")).expect("spawn");
         self.release(&resource);
         assert_eq!(self.host.liveness(&process), Liveness::Gone, "{resource} after release");

@@ -3,7 +3,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use comfy_table::{Cell, Color, ContentArrangement, Table};
-use hearth_api::v1::Sandbox;
+use hearth_api::v1::{Holder, Left, Sandbox, Stuck};
 use serde_json::{Value, json};
 
 use super::out;
@@ -25,10 +25,52 @@ pub(super) fn sandbox(s: &Sandbox) -> Value {
         "slot": (s.slot != 0).then_some(s.slot),
         "address": (!s.address.is_empty()).then_some(&s.address),
         "shim_pid": (s.shim_pid != 0).then_some(s.shim_pid),
-        "stuck": (!s.stuck.is_empty()).then_some(&s.stuck),
+        "stuck": s.stuck_details.as_ref().map(|details| stuck(&s.stuck, details)),
+        "unknown": (!s.unknown.is_empty()).then_some(&s.unknown),
+        "unreachable": (!s.unreachable.is_empty()).then_some(&s.unreachable),
         "resources": s.resources,
         "steps": steps(s),
     })
+}
+
+fn stuck(why: &str, stuck: &Stuck) -> Value {
+    let holder = |h: &Holder| {
+        json!({
+            "pid": h.pid,
+            "task": h.task,
+            "name": h.name,
+            "state": h.state,
+            "wchan": (!h.wchan.is_empty()).then_some(&h.wchan),
+            "stack": h.stack,
+        })
+    };
+    let left = |l: &Left| {
+        let holders: Vec<Value> = l.holders.iter().map(holder).collect();
+        json!({ "kind": l.kind, "what": l.what, "why": l.why, "holders": holders })
+    };
+    json!({
+        "why": why,
+        "left": stuck.left.iter().map(left).collect::<Vec<_>>(),
+        "since_ms": stuck.since_ms,
+        "tries": stuck.tries,
+        "next_try_ms": stuck.next_try_ms,
+    })
+}
+
+/// What of a sandbox needs a look, in a few words; empty if nothing does.
+fn trouble(s: &Sandbox, now: u64) -> String {
+    if !s.unknown.is_empty() {
+        return "record unusable".into();
+    }
+    let Some(stuck) = &s.stuck_details else {
+        return if s.unreachable.is_empty() { String::new() } else { "shim unreachable".into() };
+    };
+    let first = stuck.left.first().map_or("something", |l| l.what.as_str());
+    let more = match stuck.left.len() {
+        0 | 1 => String::new(),
+        n => format!(" and {} more", n - 1),
+    };
+    format!("{first}{more} stays, next try in {}", span(stuck.next_try_ms.saturating_sub(now)))
 }
 
 /// Step → milliseconds.
@@ -69,7 +111,8 @@ pub(super) fn bytes(n: u64) -> String {
 /// The table of `hearth ls`.
 pub(super) fn sandboxes(list: &[Sandbox], width: Option<u16>) -> String {
     let now = now_ms();
-    let header = ["NAME", "ID", "TEMPLATE", "STATE", "VMM", "AGE", "ENDS", "ADDRESS"];
+    let header = ["NAME", "ID", "TEMPLATE", "STATE", "VMM", "AGE", "ENDS", "ADDRESS", "TROUBLE"];
+    let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
     let rows: Vec<Vec<String>> = list
         .iter()
         .map(|s| {
@@ -77,22 +120,30 @@ pub(super) fn sandboxes(list: &[Sandbox], width: Option<u16>) -> String {
                 0 => "-".to_owned(),
                 at => span(at.saturating_sub(now)),
             };
-            let address = if s.address.is_empty() { "-".to_owned() } else { s.address.clone() };
+            let age = match s.created_at_ms {
+                0 => "-".to_owned(),
+                at => span(now.saturating_sub(at)),
+            };
             vec![
-                s.name.clone(),
+                // Of an unknown one only the id is known.
+                if s.name.is_empty() { s.id.clone() } else { s.name.clone() },
                 s.id.clone(),
-                s.template.clone(),
+                or_dash(&s.template),
                 s.state.clone(),
-                s.vmm.clone(),
-                span(now.saturating_sub(s.created_at_ms)),
+                or_dash(&s.vmm),
+                age,
                 ends,
-                address,
+                or_dash(&s.address),
+                trouble(s, now),
             ]
         })
         .collect();
     // On a narrow terminal whole columns go, the least needed first: a wrapped table cannot be read.
     const LEAST_NEEDED: [&str; 5] = ["ID", "VMM", "TEMPLATE", "ADDRESS", "ENDS"];
     let mut shown: Vec<usize> = (0..header.len()).collect();
+    if rows.iter().all(|row| row.last().is_some_and(String::is_empty)) {
+        shown.pop();
+    }
     for name in LEAST_NEEDED {
         if width.is_some_and(|w| usize::from(w) < needed(&header, &rows, &shown)) {
             shown.retain(|&i| header[i] != name);
@@ -123,7 +174,7 @@ pub(super) fn table(header: &[&str], rows: impl Iterator<Item = Vec<String>>) ->
     table.set_header(header.iter().copied());
     for row in rows {
         table.add_row(row.into_iter().map(|text| match text.as_str() {
-            "stuck" | "fail" => Cell::new(text).fg(Color::Red),
+            "stuck" | "unknown" | "fail" => Cell::new(text).fg(Color::Red),
             "warn" | "exited" => Cell::new(text).fg(Color::Yellow),
             "ok" | "running" => Cell::new(text).fg(Color::Green),
             _ => Cell::new(text),
@@ -159,6 +210,31 @@ mod tests {
         assert_eq!(text.lines().count(), 2);
         assert!(text.contains("sb-0123456789") && text.contains("10.12.255.255"));
         assert!(sandboxes(&[one()], None).contains("abcdefghijkmnpqr"));
+    }
+
+    #[test]
+    fn what_is_stuck_or_unknown_is_told_in_a_few_words() {
+        let left = |what: &str| Left { kind: "cgroup".into(), what: what.into(), ..Left::default() };
+        let details = Stuck { left: vec![left("cgroup a"), left("slot 7")], ..Stuck::default() };
+        let stuck =
+            Sandbox { state: "stuck".into(), stuck: "x; y".into(), stuck_details: Some(details), ..one() };
+        let unknown = Sandbox {
+            id: "zzzzzzzzzzzzzzzz".into(),
+            state: "unknown".into(),
+            unknown: "record.json: it is empty; put back a copy".into(),
+            ..Sandbox::default()
+        };
+        let text = sandboxes(&[one(), stuck.clone(), unknown.clone()], Some(100));
+        assert!(text.contains("cgroup a and 1 more stays, next try in 0s"), "{text}");
+        assert!(text.contains("zzzzzzzzzzzzzzzz") && text.contains("record unusable"), "{text}");
+        assert!(!sandboxes(&[one()], None).contains("TROUBLE"));
+        let json = sandbox(&stuck);
+        assert_eq!(
+            (&json["stuck"]["why"], &json["stuck"]["left"][1]["what"]),
+            (&json!("x; y"), &json!("slot 7"))
+        );
+        assert!(sandbox(&unknown)["unknown"].as_str().unwrap().contains("put back"));
+        assert_eq!(sandbox(&one())["stuck"], Value::Null);
     }
 
     #[test]

@@ -6,9 +6,13 @@ use std::time::Duration;
 use hearth_api::v1;
 use hearth_core::host::Host;
 use hearth_core::image::Template;
+use hearth_core::stuck::{Holder, Left, Stuck};
 use hearth_node::{Engine, EngineError, View};
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
+
+/// State of a sandbox whose record cannot be used.
+const UNKNOWN: &str = "unknown";
 
 /// When a client may ask a starting node again.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
@@ -57,7 +61,7 @@ pub(crate) fn sandbox<H: Host>(view: &View, engine: &Engine<H>) -> v1::Sandbox {
         slot: record.slot.map_or(0, |s| s.get()),
         address: record.slot.map(|s| layout.sandbox_address(s).to_string()).unwrap_or_default(),
         shim_pid: record.shim.as_ref().map_or(0, |p| p.pid),
-        stuck: record.stuck.clone().unwrap_or_default(),
+        stuck: record.stuck.as_ref().map(ToString::to_string).unwrap_or_default(),
         resources: record.resources.iter().map(ToString::to_string).collect(),
         steps: view
             .steps
@@ -67,7 +71,38 @@ pub(crate) fn sandbox<H: Host>(view: &View, engine: &Engine<H>) -> v1::Sandbox {
                 micros: u64::try_from(took.as_micros()).unwrap_or(u64::MAX),
             })
             .collect(),
+        stuck_details: record.stuck.as_ref().map(stuck),
+        unknown: String::new(),
+        unreachable: view.unreachable.clone().unwrap_or_default(),
     }
+}
+
+fn stuck(stuck: &Stuck) -> v1::Stuck {
+    let holder = |h: &Holder| v1::Holder {
+        pid: h.pid,
+        task: h.task,
+        name: h.name.clone(),
+        state: h.state.to_string(),
+        wchan: h.wchan.clone().unwrap_or_default(),
+        stack: h.stack.clone(),
+    };
+    let left = |l: &Left| v1::Left {
+        kind: l.kind.to_string(),
+        what: l.what.clone(),
+        why: l.why.clone(),
+        holders: l.holders.iter().map(holder).collect(),
+    };
+    v1::Stuck {
+        left: stuck.left.iter().map(left).collect(),
+        since_ms: stuck.since_ms,
+        tries: stuck.tries,
+        next_try_ms: stuck.next_try_ms,
+    }
+}
+
+/// A sandbox of which only the id is known.
+pub(crate) fn unknown(id: String, why: String) -> v1::Sandbox {
+    v1::Sandbox { id, state: UNKNOWN.into(), unknown: why, ..v1::Sandbox::default() }
 }
 
 /// A template for clients.

@@ -70,6 +70,7 @@ pub(super) fn render<H: Host>(node: &Node<H>) -> String {
             ("exited", work.exited),
             ("deleting", work.deleting),
             ("stuck", work.stuck),
+            ("unknown", node.engine.unknown().map_or(0, |u| u32::try_from(u.len()).unwrap_or(u32::MAX))),
         ];
         states(&mut registry, "sandboxes", "Sandboxes by state", counts);
         let mut slots = node.engine.slot_counts();
@@ -79,7 +80,7 @@ pub(super) fn render<H: Host>(node: &Node<H>) -> String {
         states(&mut registry, "slots", "Network slots by state", slots);
     }
     let scanned = node.engine.reclaim().state != ReclaimState::Scanning;
-    leftovers(&mut registry, scanned, &node.engine.leftovers());
+    leftovers(&mut registry, scanned, &node.engine.leftovers(), &node.engine.stuck());
     reconcile(&mut registry, &node.engine.reconcile_report());
 
     let mut text = String::new();
@@ -113,20 +114,28 @@ fn states<S: Into<String>>(
     registry.register(name, help, family);
 }
 
-fn leftovers(registry: &mut Registry, scanned: bool, progress: &BTreeMap<Kind, KindProgress>) {
-    let kinds: BTreeSet<Kind> = RECLAIMED.into_iter().chain(progress.keys().copied()).collect();
+fn leftovers(
+    registry: &mut Registry,
+    scanned: bool,
+    progress: &BTreeMap<Kind, KindProgress>,
+    of_sandboxes: &BTreeMap<Kind, u64>,
+) {
+    let seen = progress.keys().chain(of_sandboxes.keys()).copied();
+    let kinds: BTreeSet<Kind> = RECLAIMED.into_iter().chain(seen).collect();
     let of = |kind: &Kind| progress.get(kind).copied().unwrap_or_default();
     if scanned {
-        let mut gauge = |name: &str, help: &str, value: fn(KindProgress) -> u64| {
+        let mut gauge = |name: &str, help: &str, value: &dyn Fn(&Kind) -> u64| {
             let family = Family::<OfKind, Gauge>::default();
             for kind in &kinds {
-                let value = i64::try_from(value(of(kind))).unwrap_or(i64::MAX);
+                let value = i64::try_from(value(kind)).unwrap_or(i64::MAX);
                 family.get_or_create(&OfKind { kind: kind.as_str() }).set(value);
             }
             registry.register(name, help, family);
         };
-        gauge("leaked", "Leftovers without an owner; the only good value is 0", |k| k.leaked);
-        gauge("stuck", "Of the leaked, those tried without success", |k| k.stuck);
+        gauge("leaked", "Leftovers without an owner; the only good value is 0", &|k| of(k).leaked);
+        let of_sandbox = |kind: &Kind| of_sandboxes.get(kind).copied().unwrap_or(0);
+        let stuck = |kind: &Kind| of(kind).stuck + of_sandbox(kind);
+        gauge("stuck", "Tried to release without success: leftovers, and parts of stuck sandboxes", &stuck);
     }
     let mut counter = |name: &str, help: &str, value: fn(KindProgress) -> u64| {
         let family = Family::<OfKind, Counter>::default();

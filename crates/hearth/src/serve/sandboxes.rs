@@ -100,13 +100,21 @@ impl<H: Host> SandboxService for Sandboxes<H> {
     }
 
     async fn get(&self, request: Request<v1::GetRequest>) -> Reply<v1::GetResponse> {
-        let view = self.0.engine.get(&request.into_inner().sandbox).map_err(|e| convert::status(&e))?;
-        Ok(Response::new(v1::GetResponse { sandbox: Some(convert::sandbox(&view, &self.0.engine)) }))
+        let (engine, key) = (&self.0.engine, request.into_inner().sandbox);
+        let mut unknown = engine.unknown().map_err(|e| convert::status(&e))?;
+        let sandbox = match unknown.remove(&key) {
+            Some(why) => convert::unknown(key, why),
+            None => convert::sandbox(&engine.get(&key).map_err(|e| convert::status(&e))?, engine),
+        };
+        Ok(Response::new(v1::GetResponse { sandbox: Some(sandbox) }))
     }
 
     async fn list(&self, _: Request<v1::ListRequest>) -> Reply<v1::ListResponse> {
-        let views = self.0.engine.list().map_err(|e| convert::status(&e))?;
-        let sandboxes = views.iter().map(|v| convert::sandbox(v, &self.0.engine)).collect();
+        let engine = &self.0.engine;
+        let views = engine.list().map_err(|e| convert::status(&e))?;
+        let unknown = engine.unknown().map_err(|e| convert::status(&e))?;
+        let known = views.iter().map(|v| convert::sandbox(v, engine));
+        let sandboxes = known.chain(unknown.into_iter().map(|(id, why)| convert::unknown(id, why))).collect();
         Ok(Response::new(v1::ListResponse { sandboxes }))
     }
 
@@ -123,7 +131,7 @@ impl<H: Host> SandboxService for Sandboxes<H> {
         let Some(v1::exec_input::Input::Start(start)) = first.and_then(|m| m.input) else {
             return Err(Status::invalid_argument("the first message of an exec must be its start"));
         };
-        let mut shim = self.0.engine.shim(&start.sandbox).map_err(|e| convert::status(&e))?;
+        let mut shim = self.0.engine.connected(&start.sandbox).await.map_err(|e| convert::status(&e))?;
         let start = v1::ExecInput { input: Some(v1::exec_input::Input::Start(start)) };
         // An input that breaks off is an input that ends: the shim then ends the command's stdin.
         let rest = tokio_stream::StreamExt::map_while(input, Result::ok);
@@ -134,13 +142,13 @@ impl<H: Host> SandboxService for Sandboxes<H> {
 
     async fn signal_exec(&self, request: Request<v1::SignalExecRequest>) -> Reply<v1::SignalExecResponse> {
         let request = request.into_inner();
-        let mut shim = self.0.engine.shim(&request.sandbox).map_err(|e| convert::status(&e))?;
+        let mut shim = self.0.engine.connected(&request.sandbox).await.map_err(|e| convert::status(&e))?;
         shim.signal_exec(request).await
     }
 
     async fn resize_exec(&self, request: Request<v1::ResizeExecRequest>) -> Reply<v1::ResizeExecResponse> {
         let request = request.into_inner();
-        let mut shim = self.0.engine.shim(&request.sandbox).map_err(|e| convert::status(&e))?;
+        let mut shim = self.0.engine.connected(&request.sandbox).await.map_err(|e| convert::status(&e))?;
         shim.resize_exec(request).await
     }
 

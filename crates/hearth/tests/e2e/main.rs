@@ -4,6 +4,7 @@
 //! `busybox` and `base`, as `scripts/test` prepares it.
 #![allow(clippy::unwrap_used, unreachable_pub, missing_docs)]
 
+mod adopt;
 mod bad_input;
 mod clean;
 mod dirty;
@@ -20,3 +21,4 @@ mod running;
 mod status;
 mod supervisor;
 mod takeover;
+mod traps;

@@ -25,6 +25,12 @@ pub(crate) fn inside() -> io::Result<HashMap<NsId, Vec<u32>>> {
     Ok(found)
 }
 
+/// The processes inside the namespace bound at `path`; none where that cannot be seen.
+pub(crate) fn of_name(path: &std::path::Path) -> Vec<u32> {
+    let Ok(meta) = fs::metadata(path) else { return Vec::new() };
+    inside().ok().and_then(|mut found| found.remove(&(meta.dev(), meta.ino()))).unwrap_or_default()
+}
+
 /// Whether a process is inside a namespace now.
 pub(crate) fn is_inside(pid: u32, id: NsId) -> io::Result<bool> {
     match fs::metadata(format!("/proc/{pid}/ns/net")) {

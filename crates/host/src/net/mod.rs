@@ -22,7 +22,7 @@ mod conntrack;
 mod error;
 mod foreign_chains;
 mod forwarding;
-mod holders;
+pub(crate) mod holders;
 pub mod host_firewall;
 mod legacy;
 pub mod links;

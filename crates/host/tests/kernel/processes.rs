@@ -174,6 +174,7 @@ fn a_child_with_a_death_signal_dies_with_its_parent() {
         pid: pid.parse().unwrap(),
         start_time: start_time.parse().unwrap(),
         boot_id: boot_id().unwrap().to_owned(),
+        cgroup: None,
     };
     assert_eq!(liveness(&id), Liveness::Alive);
     let pidfd = process::open(&id).unwrap();

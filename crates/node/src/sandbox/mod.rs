@@ -41,6 +41,8 @@ pub struct View {
     pub steps: Vec<(Step, Duration)>,
     /// The shim, while it can be asked.
     pub shim: Option<Client>,
+    /// Why the shim of a running sandbox cannot be asked; nothing before the first try.
+    pub unreachable: Option<String>,
     /// How the VM ended.
     pub exit: Option<ExitRecord>,
     /// Set when everything is gone.

@@ -6,9 +6,11 @@ use std::time::Duration;
 use hearth_core::host::Host;
 use hearth_core::lifecycle::SandboxState;
 use hearth_core::resource::{Kind, Resource};
+use hearth_core::stuck::{Left, Stuck};
 
 use super::task::Sandbox;
 use crate::blocking::on_host;
+use crate::engine::now_ms;
 use crate::error::chain;
 use crate::shim_client;
 
@@ -16,7 +18,7 @@ use crate::shim_client;
 const GENTLE: Duration = Duration::from_secs(3);
 
 impl<H: Host> Sandbox<H> {
-    /// One pass over everything the record names. What is left is told, and stays in the record.
+    /// One try at everything the record names. What is left is told, and stays in the record with the reason.
     pub(super) async fn release_once(&mut self) -> Result<(), String> {
         let other_boot = self.record.boot_id != self.context.host.boot_id();
         if other_boot {
@@ -26,9 +28,11 @@ impl<H: Host> Sandbox<H> {
             self.record.slot = None;
             self.record.resources.retain(|r| matches!(r.kind(), Kind::Directory | Kind::Cgroup));
         }
-        self.record.state = SandboxState::Deleting;
-        self.record.stuck = None;
-        self.save_if_kept().await;
+        // Stuck stays what it is until a try leaves nothing.
+        if self.record.state != SandboxState::Stuck {
+            self.record.state = SandboxState::Deleting;
+            self.save_if_kept().await;
+        }
         self.stop_gently().await;
 
         let mut left = Vec::new();
@@ -50,9 +54,15 @@ impl<H: Host> Sandbox<H> {
         if left.is_empty() {
             return Ok(());
         }
-        let why = left.join("; ");
+        let stuck = Stuck::again(self.record.stuck.as_ref(), left, now_ms());
+        let why = stuck.to_string();
+        if stuck.tries == 1 {
+            tracing::warn!(sandbox = %self.record.id, name = %self.record.name, "stuck: {why}");
+        } else {
+            tracing::debug!(sandbox = %self.record.id, tries = stuck.tries, "still stuck: {why}");
+        }
         self.record.state = SandboxState::Stuck;
-        self.record.stuck = Some(why.clone());
+        self.record.stuck = Some(stuck);
         self.save_if_kept().await;
         Err(why)
     }
@@ -69,7 +79,7 @@ impl<H: Host> Sandbox<H> {
         }
     }
 
-    async fn release_kind(&mut self, kind: Kind, left: &mut Vec<String>) {
+    async fn release_kind(&mut self, kind: Kind, left: &mut Vec<Left>) {
         let resources: Vec<Resource> =
             self.record.resources.iter().rev().filter(|r| r.kind() == kind).cloned().collect();
         for resource in resources {
@@ -77,16 +87,23 @@ impl<H: Host> Sandbox<H> {
         }
     }
 
-    async fn release_one(&mut self, resource: &Resource, left: &mut Vec<String>) {
+    async fn release_one(&mut self, resource: &Resource, left: &mut Vec<Left>) {
         let (what, within) = (resource.clone(), self.context.config.release_deadline);
         match on_host(&self.context.host, move |host| host.release(&what, within)).await {
             Ok(()) => self.record.absent(resource),
-            Err(e) => left.push(chain(&e)),
+            Err(e) => left.push(self.stays(resource, resource.to_string(), chain(&e)).await),
         }
     }
 
+    /// What did not go, with who holds it.
+    async fn stays(&self, resource: &Resource, what: String, why: String) -> Left {
+        let (kind, resource) = (resource.kind(), resource.clone());
+        let holders = on_host(&self.context.host, move |host| host.holders(&resource)).await;
+        Left { kind, what, why, holders }
+    }
+
     /// Gives the slot back to the pool, which resets or removes it.
-    async fn release_slot(&mut self, left: &mut Vec<String>) {
+    async fn release_slot(&mut self, left: &mut Vec<Left>) {
         let Some(slot) = self.record.slot else { return };
         match self.context.pool.retire(slot).await {
             Ok(retired) => {
@@ -98,7 +115,10 @@ impl<H: Host> Sandbox<H> {
                 self.save_if_kept().await;
                 self.context.pool.put(&retired);
             }
-            Err(why) => left.push(why),
+            Err(why) => {
+                let netns = Resource::Netns { slot };
+                left.push(self.stays(&netns, format!("slot {slot}"), why).await);
+            }
         }
     }
 

@@ -1,27 +1,31 @@
 //! The task that owns one sandbox from its first step to its last.
 
+use std::convert::Infallible;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use hearth_core::exit::{ExitReason, ExitRecord};
 use hearth_core::host::Host;
 use hearth_core::image::Template;
 use hearth_core::lifecycle::SandboxState;
 use hearth_core::process::Liveness;
 use hearth_core::record::Record;
+use hearth_core::resource::Kind;
 use hearth_core::steps::Step;
+use hearth_core::stuck::{Left, Stuck};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::{Command, StepStarted, View, shim_end};
 use crate::blocking::{blocking, on_host};
-use crate::engine::Context;
+use crate::engine::{Context, now_ms};
 use crate::error::EngineError;
 use crate::shim_client;
 
-/// Back-off between two tries to release what is stuck.
-const RETRY: std::ops::RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(60);
+/// Between two tries to connect to a shim that lives and does not answer.
+const RECONNECT: Duration = Duration::from_secs(1);
 
 /// Where a task begins.
 #[derive(Debug)]
@@ -78,6 +82,8 @@ impl<H: Host> Sandbox<H> {
     /// Lives the whole life. Returns when everything is gone, or when the daemon detaches.
     pub(crate) async fn run(mut self, begin: Begin) {
         let mut waiting = Vec::new();
+        // What came of a try just made.
+        let mut tried = None;
         match begin {
             Begin::Create(outcome) => match self.create_and_save().await {
                 Ok(()) => {
@@ -92,31 +98,25 @@ impl<H: Host> Sandbox<H> {
                 }
                 Err(e) => {
                     let first = self.release_once().await;
-                    let stuck = first.is_err();
-                    let error = self.create_error(e, first);
+                    let error = self.create_error(e, first.clone());
                     tracing::info!(sandbox = %self.record.id, "{error}");
                     // Nobody may be listening any more; the release went on all the same.
                     drop(outcome.send(Err(error)));
-                    if !stuck {
-                        self.gone(waiting);
-                        return;
-                    }
+                    tried = Some(first);
                 }
             },
             Begin::Found => match self.judge().await {
                 Judged::Alive if self.record.state == SandboxState::Running => {
-                    self.reconnect().await;
                     if !self.live(&mut waiting).await {
                         return;
                     }
                 }
-                Judged::Alive | Judged::Gone => {}
+                Judged::Alive | Judged::Gone => self.show_exit(),
                 Judged::Detached => return,
             },
             Begin::Release(why) => {
                 // How its VM ended while no daemon looked.
-                let exit = self.context.records.exit_record(&self.record.id);
-                self.view.send_modify(|v| v.exit = exit);
+                self.show_exit();
                 tracing::info!(sandbox = %self.record.id, name = %self.record.name, "releasing: {why}");
                 // Thousands may have to go after a reboot; creations must not queue behind them.
                 let context = Arc::clone(&self.context);
@@ -124,15 +124,17 @@ impl<H: Host> Sandbox<H> {
                     permit = context.releases.acquire() => permit.ok(),
                     () = context.detach.cancelled() => return,
                 };
-                let first = self.release_once().await;
+                tried = Some(self.release_once().await);
                 drop(permit);
-                if first.is_ok() {
-                    self.gone(waiting);
-                    return;
-                }
             }
         }
-        self.release_until_gone(waiting).await;
+        self.release_until_gone(waiting, tried).await;
+    }
+
+    /// Shows how the VM ended, if its shim said so.
+    fn show_exit(&self) {
+        let exit = self.context.records.exit_record(&self.record.id);
+        self.view.send_modify(|v| v.exit = exit);
     }
 
     async fn create_and_save(&mut self) -> Result<(), CreateError> {
@@ -146,6 +148,9 @@ impl<H: Host> Sandbox<H> {
     fn create_error(&self, e: CreateError, released: Result<(), String>) -> EngineError {
         let name = self.record.name.to_string();
         match (e, released) {
+            (CreateError::Step(step, failed), Err(why)) => {
+                EngineError::Stuck { name, why: format!("{why}, after step {step} failed: {failed}") }
+            }
             (_, Err(why)) => EngineError::Stuck { name, why },
             (CreateError::Cancelled, Ok(())) => cancelled(&name),
             (CreateError::Exhausted(why), Ok(())) => EngineError::Exhausted(why),
@@ -157,7 +162,7 @@ impl<H: Host> Sandbox<H> {
     /// Finds out whether its shim lives.
     async fn judge(&mut self) -> Judged {
         let Some(process) = self.record.shim.clone() else { return Judged::Gone };
-        let mut wait = *RETRY.start();
+        let mut stuck: Option<Stuck> = None;
         loop {
             let asked = process.clone();
             let judged = on_host(&self.context.host, move |host| match host.liveness(&asked) {
@@ -173,28 +178,23 @@ impl<H: Host> Sandbox<H> {
                 (Liveness::Gone, _) => return Judged::Gone,
                 (Liveness::Unknown(why), _) => format!("its shim cannot be judged: {why}"),
             };
-            if wait == *RETRY.start() {
+            if stuck.is_none() {
                 tracing::warn!(sandbox = %self.record.id, name = %self.record.name, "kept as it is: {why}");
             }
+            let what = format!("process {}", process.pid);
+            let left = Left { kind: Kind::Process, what, why: why.clone(), holders: vec![] };
+            let again = Stuck::again(stuck.as_ref(), vec![left], now_ms());
             self.view.send_modify(|v| {
                 v.state = SandboxState::Stuck;
-                v.record.stuck = Some(why.clone());
+                v.record.stuck = Some(again.clone());
             });
+            let wait = again.wait();
+            stuck = Some(again);
             tokio::select! {
-                () = tokio::time::sleep(wait) => wait = (wait * 2).min(*RETRY.end()),
+                () = tokio::time::sleep(wait) => {}
                 // What may be alive and another's is not killed on request either.
                 Some(Command::Delete(answer)) = self.commands.recv() => drop(answer.send(Err(why))),
                 () = self.context.detach.cancelled() => return Judged::Detached,
-            }
-        }
-    }
-
-    /// Connects to its shim, if that answers.
-    async fn reconnect(&self) {
-        match shim_client::connect(&self.run_dir, &self.record.id).await {
-            Ok(client) => self.view.send_modify(|v| v.shim = Some(client)),
-            Err(why) => {
-                tracing::warn!(sandbox = %self.record.id, "cannot reach its shim, trying again: {why}")
             }
         }
     }
@@ -205,46 +205,49 @@ impl<H: Host> Sandbox<H> {
         let host = Arc::clone(&self.context.host);
         let ended = shim_end::ended(&host, &process, self.shim_pidfd.take());
         tokio::pin!(ended);
-        let end = loop {
-            let unreachable = self.view.borrow().shim.is_none();
-            tokio::select! {
-                biased;
-                () = self.context.detach.cancelled() => break End::Detached,
-                () = &mut ended => break End::VmEnded,
-                Some(Command::Delete(answer)) = self.commands.recv() => break End::Deleted(answer),
-                () = tokio::time::sleep(*RETRY.start()), if unreachable => {}
-            }
-            self.reconnect().await;
+        let end = tokio::select! {
+            biased;
+            () = self.context.detach.cancelled() => End::Detached,
+            () = &mut ended => End::VmEnded,
+            Some(Command::Delete(answer)) = self.commands.recv() => End::Deleted(answer),
+            never = stay_connected(&self.view, &self.run_dir) => match never {},
         };
         match end {
             End::Deleted(answer) => waiting.push(answer),
             End::Detached => return false,
             End::VmEnded => {
                 let exit = self.context.records.exit_record(&self.record.id);
-                let reason = exit.as_ref().map_or("its shim died", |e| e.reason.as_str());
+                let exit = exit.unwrap_or_else(shim_died);
+                let reason = exit.words();
                 tracing::info!(sandbox = %self.record.id, name = %self.record.name, reason, "the VM ended");
                 self.view.send_modify(|v| {
                     v.state = SandboxState::Exited;
-                    v.exit = exit;
+                    v.exit = Some(exit);
                 });
             }
         }
         true
     }
 
-    async fn release_until_gone(mut self, mut waiting: Vec<oneshot::Sender<Result<(), String>>>) {
-        let mut wait = *RETRY.start();
+    /// Tries with back-off for ever, and at once when a delete comes. `tried`: the outcome of a try just made.
+    async fn release_until_gone(
+        mut self,
+        mut waiting: Vec<oneshot::Sender<Result<(), String>>>,
+        mut tried: Option<Result<(), String>>,
+    ) {
         loop {
-            let Err(why) = self.release_once().await else { break };
-            if wait == *RETRY.start() {
-                tracing::warn!(sandbox = %self.record.id, name = %self.record.name, "stuck: {why}");
-            }
+            let outcome = match tried.take() {
+                Some(outcome) => outcome,
+                None => self.release_once().await,
+            };
+            let Err(why) = outcome else { break };
+            let wait = self.record.stuck.as_ref().map_or(RECONNECT, Stuck::wait);
             for answer in waiting.drain(..) {
                 // Whoever asked may have stopped waiting.
                 drop(answer.send(Err(why.clone())));
             }
             tokio::select! {
-                () = tokio::time::sleep(wait) => wait = (wait * 2).min(*RETRY.end()),
+                () = tokio::time::sleep(wait) => {}
                 Some(Command::Delete(answer)) = self.commands.recv() => waiting.push(answer),
                 () = self.context.detach.cancelled() => return,
             }
@@ -279,6 +282,39 @@ impl<H: Host> Sandbox<H> {
             v.state = self.record.state;
             v.record = self.record.clone();
         });
+    }
+}
+
+/// Connects to the shim of a sandbox that was taken over, if need be again and again.
+async fn stay_connected(view: &watch::Sender<View>, run_dir: &Path) -> Infallible {
+    let id = view.borrow().record.id.clone();
+    while view.borrow().shim.is_none() {
+        match shim_client::connect(run_dir, &id).await {
+            Ok(client) => view.send_modify(|v| {
+                v.shim = Some(client);
+                v.unreachable = None;
+            }),
+            Err(why) => {
+                if view.borrow().unreachable.is_none() {
+                    tracing::warn!(sandbox = %id, "cannot reach its shim, trying again: {why}");
+                }
+                view.send_modify(|v| v.unreachable = Some(why));
+                tokio::time::sleep(RECONNECT).await;
+            }
+        }
+    }
+    std::future::pending().await
+}
+
+/// What is said of a VM whose shim ended without a word: it ended with it.
+fn shim_died() -> ExitRecord {
+    ExitRecord {
+        schema: ExitRecord::SCHEMA,
+        reason: ExitReason::VmmFailed,
+        code: None,
+        signal: None,
+        at_ms: now_ms(),
+        detail: "its shim died, and the VM with it".into(),
     }
 }
 

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use futures::Stream;
@@ -20,7 +20,7 @@ use hearth_api::v1::{
 use hearth_core::image::{Kernel, Template};
 use hearth_core::network::SlotLayout;
 use hearth_core::resource::Resource;
-use hearth_core::shim::{SHIM_SOCKET, ShimSpec};
+use hearth_core::shim::{SHIM_PROTOCOL, SHIM_SOCKET, ShimSpec};
 use hearth_core::spec::VmmKind;
 use hearth_node::{
     Engine, EngineConfig, EngineError, Failpoints, NewSandbox, Phase, Reclaim, ReclaimMode, Reconcile,
@@ -35,6 +35,8 @@ pub struct Bench {
     pub tmp: tempfile::TempDir,
     pub host: Arc<FakeHost>,
     pub boot_blocks: Arc<AtomicBool>,
+    /// What its shims say that they speak.
+    pub protocol: Arc<AtomicU32>,
     pub cidr: &'static str,
     pub slot_pool: usize,
     pub reclaim: ReclaimMode,
@@ -56,15 +58,25 @@ impl Bench {
         std::fs::create_dir_all(&run).unwrap();
         let host = Arc::new(FakeHost::new(layout, state, run));
         let boot_blocks = Arc::new(AtomicBool::new(false));
-        let blocks = Arc::clone(&boot_blocks);
+        let protocol = Arc::new(AtomicU32::new(SHIM_PROTOCOL));
+        let (blocks, speaks) = (Arc::clone(&boot_blocks), Arc::clone(&protocol));
         host.on_spawn(move |spec, process| {
             let dir = PathBuf::from(spec.args.last().ok_or("no directory")?);
-            let blocks = Arc::clone(&blocks);
-            std::thread::spawn(move || shim_thread(&dir, &process, blocks));
+            let (blocks, speaks) = (Arc::clone(&blocks), Arc::clone(&speaks));
+            std::thread::spawn(move || shim_thread(&dir, &process, blocks, speaks));
             Ok(())
         });
         write_template(&tmp.path().join("state"));
-        Self { tmp, host, boot_blocks, cidr, slot_pool, reclaim: ReclaimMode::Background, reconcile: never() }
+        Self {
+            tmp,
+            host,
+            boot_blocks,
+            protocol,
+            cidr,
+            slot_pool,
+            reclaim: ReclaimMode::Background,
+            reconcile: never(),
+        }
     }
 
     pub fn config(&self, failpoints: Failpoints) -> EngineConfig {
@@ -171,10 +183,15 @@ fn write_template(state: &Path) {
 }
 
 /// Plays one shim until its fake process ends.
-fn shim_thread(dir: &Path, process: &hearth_testkit::fake_host::ProcessHandle, blocks: Arc<AtomicBool>) {
+fn shim_thread(
+    dir: &Path,
+    process: &hearth_testkit::fake_host::ProcessHandle,
+    blocks: Arc<AtomicBool>,
+    protocol: Arc<AtomicU32>,
+) {
     let spec: ShimSpec = serde_json::from_slice(&std::fs::read(dir.join("spec.json")).unwrap()).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let shim = FakeShim { spec, pid: process.identity().pid, blocks };
+    let shim = FakeShim { spec, pid: process.identity().pid, blocks, protocol };
     let socket = dir.join(SHIM_SOCKET);
     runtime.block_on(async {
         let listener = tokio::net::UnixListener::bind(socket).unwrap();
@@ -196,6 +213,7 @@ struct FakeShim {
     spec: ShimSpec,
     pid: u32,
     blocks: Arc<AtomicBool>,
+    protocol: Arc<AtomicU32>,
 }
 
 type Messages<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -207,7 +225,7 @@ impl ShimService for FakeShim {
 
     async fn info(&self, _: Request<InfoRequest>) -> Result<Response<InfoResponse>, Status> {
         Ok(Response::new(InfoResponse {
-            protocol: self.spec.protocol,
+            protocol: self.protocol.load(Ordering::Relaxed),
             sandbox_id: self.spec.id.to_string(),
             shim_pid: self.pid,
             ..InfoResponse::default()

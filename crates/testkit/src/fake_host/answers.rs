@@ -13,6 +13,7 @@ use hearth_core::host::{
 use hearth_core::network::SlotIndex;
 use hearth_core::process::{Liveness, ProcessIdentity};
 use hearth_core::resource::{Kind, Resource};
+use hearth_core::stuck::Holder;
 
 use super::{FIRST_PID, FakeHost, Fault, ProcessHandle, Verb, after, error};
 
@@ -184,6 +185,7 @@ impl Host for FakeHost {
                 pid: FIRST_PID + n,
                 start_time: 1_000 + u64::from(n),
                 boot_id: self.boot_id.clone(),
+                cgroup: Some(spec.cgroup.clone()),
             };
             let handle =
                 ProcessHandle::new(identity).map_err(|e| fail(ErrorClass::Failed, &e.to_string()))?;
@@ -201,6 +203,25 @@ impl Host for FakeHost {
         after(Verb::Spawn, &what, fault)?;
         let pidfd = handle.descriptor().map_err(|e| fail(ErrorClass::Failed, &e.to_string()))?;
         Ok(Spawned { identity: handle.identity().clone(), pidfd })
+    }
+
+    fn holders(&self, resource: &Resource) -> Vec<Holder> {
+        let inner = self.lock();
+        let alive = inner.processes.iter().filter(|(_, (p, _))| p.ended().is_none());
+        let theirs = alive.filter(|(_, (p, cgroup))| match resource {
+            Resource::Process { process } => p.identity() == process,
+            Resource::Cgroup { name } => cgroup == name,
+            _ => false,
+        });
+        let holder = |pid: u32| Holder {
+            pid,
+            task: pid,
+            name: "fake".into(),
+            state: 'D',
+            wchan: Some("fake_wait".into()),
+            stack: vec!["fake_wait+0x1/0x2".into()],
+        };
+        theirs.map(|(pid, _)| holder(*pid)).collect()
     }
 
     fn liveness(&self, process: &ProcessIdentity) -> Liveness {
