@@ -22,6 +22,7 @@ use crate::blocking::blocking;
 use crate::books::Books;
 use crate::config::EngineConfig;
 use crate::error::EngineError;
+use crate::failpoint::Faults;
 use crate::images::{self, GuestProgram};
 use crate::pool::SlotPool;
 use crate::reclaim::{Demand, ReclaimProgress};
@@ -41,6 +42,7 @@ pub(crate) struct Context<H> {
     pub(crate) pool: Arc<SlotPool<H>>,
     pub(crate) books: Books,
     pub(crate) guest: GuestProgram,
+    pub(crate) faults: Faults,
     /// What the removal of many slots yields to.
     pub(crate) demand: Demand,
     /// The daemon ends and leaves VMs to their shims.
@@ -50,6 +52,11 @@ pub(crate) struct Context<H> {
     /// Bounds the releases that a start begins at once.
     pub(crate) releases: Semaphore,
 }
+
+/// Least time before the third try of a task that panics; doubled for each further one.
+const PANIC_RETRY_MIN: Duration = Duration::from_secs(1);
+/// Longest time between two tries of a task that panics.
+const PANIC_RETRY_MAX: Duration = Duration::from_secs(60);
 
 /// Where the engine is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -102,6 +109,7 @@ impl<H: Host> Engine<H> {
         let context = Context {
             records: Records::new(&config.state_dir),
             guest: GuestProgram::new(config.guest_program.clone()),
+            faults: Faults::new(config.failpoints.clone(), config.kill9.clone()),
             host,
             config,
             pool,
@@ -255,7 +263,8 @@ impl<H: Host> Engine<H> {
         self.context.config.run_dir.join("sandboxes").join(id.as_str())
     }
 
-    /// Starts a sandbox's task. If the task panics, a second one releases what the first one owned.
+    /// Starts a sandbox's task. If the task panics, another one releases what it owned; one that panics again
+    /// and again leaves the sandbox stuck between two tries, as any release that does not end.
     pub(crate) fn spawn(&self, sandbox: Sandbox<H>, begin: Begin) {
         let id = sandbox.record.id.clone();
         let at_begin = sandbox.record.clone();
@@ -268,15 +277,25 @@ impl<H: Host> Engine<H> {
             stop: self.stop.clone(),
         };
         self.tasks.spawn(async move {
-            let Err(panic) = std::panic::AssertUnwindSafe(sandbox.run(begin)).catch_unwind().await else {
-                return;
-            };
-            let why = panic_text(panic.as_ref());
-            tracing::error!(sandbox = %id, "its task panicked: {why}");
-            let Some(record) = engine.record_after_panic(at_begin).await else { return };
-            let (sandbox, handle) = engine.sandbox(record, None, CancellationToken::new(), None);
-            engine.context.books.enter_found(handle);
-            sandbox.run(Begin::Release(format!("its task panicked: {why}"))).await;
+            let (mut sandbox, mut begin) = (sandbox, begin);
+            let mut wait = Duration::ZERO;
+            loop {
+                let task = std::panic::AssertUnwindSafe(sandbox.run(begin)).catch_unwind();
+                let Err(panic) = task.await else { return };
+                let why = format!("its task panicked: {}", panic_text(panic.as_ref()));
+                tracing::error!(sandbox = %id, "{why}");
+                let Some(mut record) = engine.record_after_panic(at_begin.clone()).await else { return };
+                record.state = SandboxState::Stuck;
+                record.stuck = Some(why.clone());
+                let (next, handle) = engine.sandbox(record, None, CancellationToken::new(), None);
+                engine.context.books.enter_found(handle);
+                tokio::select! {
+                    () = tokio::time::sleep(wait) => {}
+                    () = engine.context.detach.cancelled() => return,
+                }
+                wait = (wait * 2).clamp(PANIC_RETRY_MIN, PANIC_RETRY_MAX);
+                (sandbox, begin) = (next, Begin::Release(why));
+            }
         });
     }
 
@@ -288,7 +307,8 @@ impl<H: Host> Engine<H> {
             let (records, id) = (self.context.records.clone(), id.clone());
             match blocking(move || records.load_one(&id)).await {
                 Ok(Some(record)) => break record,
-                Ok(None) => break at_begin,
+                // It goes last, so nothing else is left of one that was there; its slot may be another's now.
+                Ok(None) => break Record { slot: None, shim: None, resources: vec![], ..at_begin },
                 Err(why) => tracing::error!("its record cannot be read, trying again: {why}"),
             }
             tokio::select! {
@@ -381,6 +401,12 @@ impl<H: Host> Engine<H> {
         self.context.pool.trouble()
     }
 
+    /// The faults ordered at the places that a front passes by itself.
+    #[must_use]
+    pub fn faults(&self) -> &Faults {
+        &self.context.faults
+    }
+
     /// Settings it was made with.
     #[must_use]
     pub fn config(&self) -> &EngineConfig {
@@ -423,7 +449,7 @@ pub(crate) fn now_ms() -> u64 {
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     panic
         .downcast_ref::<&str>()
         .map(ToString::to_string)

@@ -21,7 +21,7 @@ mod stop;
 pub use config::{EngineConfig, Reclaim, ReclaimMode, Vmms};
 pub use engine::{Engine, NewSandbox, Phase};
 pub use error::{EngineError, chain};
-pub use failpoint::{Action, Failpoints};
+pub use failpoint::{Failpoints, Faults, Kill9};
 pub use reclaim::{KindProgress, ReclaimProgress, ReclaimState};
 pub use sandbox::{StepStarted, View};
 pub use shim_client::Client as ShimClient;

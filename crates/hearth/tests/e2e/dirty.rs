@@ -105,12 +105,12 @@ fn leftovers_go_and_nothing_foreign_is_changed() {
     node.host("ip", &["netns", "add", &other]);
     node.host("ip", &["link", "add", "veth-7", "type", "veth", "peer", "name", "eth0", "netns", &other]);
     let mut stranger = sleep_inside(&node, 9);
-    let untouched = || {
+    let untouched = |node: &Node| {
         let ours = node.host("ip", &["-o", "addr", "show", "dev", "hxv9"]);
         let theirs = node.host("ip", &["-o", "link", "show", "dev", "veth-7"]);
         (ours, theirs, fs::read(&plain).unwrap(), fs::exists(format!("/run/netns/{other}")).unwrap())
     };
-    let before = untouched();
+    let before = untouched(&node);
     node.spawn_daemon();
     let health = until(&node, "reclaimed", reclaim_is_done);
     assert_eq!(health["reclaim"]["total"], 40);
@@ -122,7 +122,7 @@ fn leftovers_go_and_nothing_foreign_is_changed() {
     let named = format!("process {} (sleep)", stranger.id());
     assert!(node.log_text().contains(&named), "the holder is not named: {}", node.log_text());
     assert!(stranger.try_wait().unwrap().is_none(), "a foreign process was ended");
-    assert_eq!(before, untouched());
+    assert_eq!(before, untouched(&node));
 
     // The stranger goes, and the slot with it at the next try.
     stranger.kill().unwrap();

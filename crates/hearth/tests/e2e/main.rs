@@ -6,11 +6,13 @@
 
 mod bad_input;
 mod clean;
+mod collisions;
 mod dirty;
 mod drain;
 mod firecracker;
 mod guest;
 mod http;
+mod matrix;
 mod net;
 mod node;
 mod probe;
