@@ -129,7 +129,10 @@ fn drive(bench: &Bench, cell: &Cell) -> Result<Daemon, Failure> {
     }
     let daemon = Daemon::new(bench, &cell.failpoints());
     let kill_shim = async {
-        while cell.blow == Blow::KillShim {
+        if cell.blow != Blow::KillShim {
+            return;
+        }
+        loop {
             if let Some(process) = bench.host.running().first() {
                 return process.kill();
             }
