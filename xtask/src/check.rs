@@ -87,6 +87,7 @@ pub(crate) fn run(root: &Path, fast: bool) -> Result<bool> {
         ("crate direction", Box::new(|| arrows::check(&tree))),
         ("paths named in ARCHITECTURE.md exist", Box::new(|| Ok(documents::paths(&tree)))),
         ("links between documents resolve", Box::new(|| Ok(documents::links(&tree)))),
+        ("tests named in docs/guarantees.md exist", Box::new(|| Ok(documents::guarantees(&tree)))),
         ("shellcheck", Box::new(|| tools::shellcheck(&tree))),
         ("rustfmt", Box::new(|| tools::rustfmt(root))),
     ];

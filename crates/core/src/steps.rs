@@ -1,5 +1,5 @@
 //! Creation of a sandbox as data: an ordered list of steps. Release is the same list backwards and accepts
-//! any prefix, half a step included.
+//! any prefix, half a step included. Around both, the places of a life where a fault can be ordered.
 
 use serde::{Deserialize, Serialize};
 
@@ -56,5 +56,109 @@ impl std::str::FromStr for Step {
             .into_iter()
             .find(|step| step.as_str() == s)
             .ok_or_else(|| format!("no creation step is called {s:?}"))
+    }
+}
+
+/// One part of the release walk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ReleaseStep {
+    /// The shim is asked to kill its VM.
+    Stop,
+    /// The shim process.
+    Process,
+    /// The control group with whatever is left in it.
+    Cgroup,
+    /// The network slot, reset or removed.
+    Slot,
+    /// The run directory.
+    RunDirectory,
+    /// The state directory, and the record with it.
+    Directory,
+}
+
+impl ReleaseStep {
+    /// All parts in order of release.
+    pub const ALL: [ReleaseStep; 6] = [
+        ReleaseStep::Stop,
+        ReleaseStep::Process,
+        ReleaseStep::Cgroup,
+        ReleaseStep::Slot,
+        ReleaseStep::RunDirectory,
+        ReleaseStep::Directory,
+    ];
+}
+
+/// A place in the life of a node or a sandbox where the host is changed or a shim is asked for something. A
+/// fault can be ordered at each, before and after its effect; the crash matrix is made from this list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Place {
+    /// The start of the daemon's engine: before the census, and when it is ready.
+    Start,
+    /// A step of creation.
+    Create(Step),
+    /// Inside the step `shim`: the process is born, and nothing has noted its pid yet.
+    Spawn,
+    /// A command is begun in a running sandbox.
+    Exec,
+    /// A part of the release walk, whoever asked for it.
+    Release(ReleaseStep),
+}
+
+impl Place {
+    /// All places, in the order in which a life passes them.
+    pub fn all() -> impl Iterator<Item = Place> {
+        let create = Step::ALL.into_iter().flat_map(|step| {
+            let spawn = (step == Step::Shim).then_some(Place::Spawn);
+            std::iter::once(Place::Create(step)).chain(spawn)
+        });
+        let release = ReleaseStep::ALL.into_iter().map(Place::Release);
+        std::iter::once(Place::Start).chain(create).chain([Place::Exec]).chain(release)
+    }
+
+    /// The word for it, as in `test.failpoints`.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Place::Start => "start",
+            Place::Create(step) => step.as_str(),
+            Place::Spawn => "spawn",
+            Place::Exec => "exec",
+            Place::Release(ReleaseStep::Stop) => "release.stop",
+            Place::Release(ReleaseStep::Process) => "release.process",
+            Place::Release(ReleaseStep::Cgroup) => "release.cgroup",
+            Place::Release(ReleaseStep::Slot) => "release.slot",
+            Place::Release(ReleaseStep::RunDirectory) => "release.run-directory",
+            Place::Release(ReleaseStep::Directory) => "release.directory",
+        }
+    }
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+impl std::str::FromStr for Place {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Self, String> {
+        Place::all().find(|place| place.as_str() == s).ok_or_else(|| {
+            let all: Vec<&str> = Place::all().map(Place::as_str).collect();
+            format!("no place is called {s:?}; there are {}", all.join(", "))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_place_has_a_word_of_its_own() {
+        for place in Place::all() {
+            assert_eq!(place.as_str().parse(), Ok(place));
+        }
+        let all = "nowhere".parse::<Place>().unwrap_err();
+        assert!(all.contains("run-directory, disk") && all.contains("release.slot"), "{all}");
     }
 }

@@ -6,7 +6,7 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -157,7 +157,8 @@ impl Cgroups {
             .map_err(|e| error::os("census", format_args!("cgroup {name}"), "read cgroup.procs", e))
     }
 
-    /// Kills all in it, waits until it is empty, removes it with all below it. Absent is success.
+    /// Kills all in it, waits until it is empty, removes it with all below it. Absent is success. Children of
+    /// this process among the killed are reaped: whoever started one may never have come to know its pid.
     ///
     /// # Errors
     /// [`ErrorClass::Deadline`] names the processes that are still there.
@@ -167,17 +168,19 @@ impl Cgroups {
         let deadline = Instant::now() + within;
         let fail =
             |doing: &str, e| error::os("release", &what, format_args!("{doing} {}", path.display()), e);
+        let mut killed = Vec::new();
         loop {
             match populated(&path) {
-                Ok(None) => return Ok(()),
+                Ok(None) => break,
                 Ok(Some(true)) => {
+                    killed.extend(pidfds(&path).map_err(|e| fail("list processes of", e))?);
                     // Repeated each round: where the kernel has no cgroup.kill a fork may have got away.
                     kill_all(&path).map_err(|e| fail("kill processes of", e))?;
                     let round = deadline.min(Instant::now() + Duration::from_millis(100));
                     wait_for_event(&path, round).map_err(|e| fail("wait for", e))?;
                 }
                 Ok(Some(false)) => match remove_tree(&path) {
-                    Ok(()) => return Ok(()),
+                    Ok(()) => break,
                     // A process that entered just now, or one still on its way out.
                     Err(e) if matches!(e.raw_os_error(), Some(libc::EBUSY | libc::ENOTEMPTY)) => {
                         std::thread::sleep(Duration::from_millis(2));
@@ -193,6 +196,12 @@ impl Cgroups {
                 return Err(error::plain("release", what, ErrorClass::Deadline, why));
             }
         }
+        for pidfd in killed {
+            // A process leaves its cgroup a moment before it can be waited for.
+            let left = deadline.saturating_duration_since(Instant::now());
+            process::wait(pidfd.as_fd(), left).map_err(|e| fail("reap a process of", e))?;
+        }
+        Ok(())
     }
 
     /// All cgroups of the instance, from one directory read.
@@ -311,7 +320,12 @@ fn kill_all(path: &Path) -> io::Result<()> {
 }
 
 fn kill_one_by_one(path: &Path) -> io::Result<()> {
-    use std::os::fd::AsFd;
+    pidfds(path)?.iter().try_for_each(|pidfd| process::signal(pidfd.as_fd(), Signal::KILL))
+}
+
+/// Descriptors of the processes in it.
+fn pidfds(path: &Path) -> io::Result<Vec<OwnedFd>> {
+    let mut found = Vec::new();
     for pid in pids_below(path)? {
         let Some(raw) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) else { continue };
         let Ok(pidfd) = rustix::process::pidfd_open(raw, rustix::process::PidfdFlags::empty()) else {
@@ -319,10 +333,10 @@ fn kill_one_by_one(path: &Path) -> io::Result<()> {
         };
         // With the descriptor in hand the number cannot change hands: still in the list means it is the one.
         if pids_below(path)?.contains(&pid) {
-            process::signal(pidfd.as_fd(), Signal::KILL)?;
+            found.push(pidfd);
         }
     }
-    Ok(())
+    Ok(found)
 }
 
 fn pids_below(path: &Path) -> io::Result<Vec<u32>> {

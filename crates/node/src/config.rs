@@ -8,7 +8,7 @@ use std::time::Duration;
 use hearth_core::network::SlotLayout;
 use hearth_core::spec::VmmKind;
 
-use crate::failpoint::Failpoints;
+use crate::failpoint::{Failpoints, Kill9};
 
 /// Settings of one engine.
 #[derive(Debug, Clone)]
@@ -31,8 +31,10 @@ pub struct EngineConfig {
     pub guest_program: PathBuf,
     /// Which VMMs there are.
     pub vmms: Vmms,
-    /// Where creation is made to fail, for tests.
+    /// Faults on purpose, for tests.
     pub failpoints: Failpoints,
+    /// What `kill9` among them does.
+    pub kill9: Kill9,
     /// What happens to leftovers at start.
     pub reclaim: Reclaim,
     /// The loop that looks for leaks from then on.

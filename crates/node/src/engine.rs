@@ -14,6 +14,7 @@ use hearth_core::lifecycle::SandboxState;
 use hearth_core::record::Record;
 use hearth_core::resource::{Kind, Resource};
 use hearth_core::spec::{SandboxSpec, VmmKind};
+use hearth_core::stuck::{Left, Stuck};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -22,6 +23,7 @@ use crate::blocking::blocking;
 use crate::books::Books;
 use crate::config::EngineConfig;
 use crate::error::EngineError;
+use crate::failpoint::Faults;
 use crate::images::disk::Blanks;
 use crate::images::{self, GuestProgram};
 use crate::pool::SlotPool;
@@ -46,6 +48,7 @@ pub(crate) struct Context<H> {
     pub(crate) books: Books,
     pub(crate) guest: GuestProgram,
     pub(crate) blanks: Blanks,
+    pub(crate) faults: Faults,
     /// What the removal of many slots yields to.
     pub(crate) demand: Demand,
     /// Leftovers under release.
@@ -57,6 +60,11 @@ pub(crate) struct Context<H> {
     /// Bounds the releases that a start begins at once.
     pub(crate) releases: Semaphore,
 }
+
+/// Least time before the third try of a task that panics; doubled for each further one.
+const PANIC_RETRY_MIN: Duration = Duration::from_secs(1);
+/// Longest time between two tries of a task that panics.
+const PANIC_RETRY_MAX: Duration = Duration::from_secs(60);
 
 /// Where the engine is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -111,6 +119,7 @@ impl<H: Host> Engine<H> {
             records: Records::new(&config.state_dir),
             guest: GuestProgram::new(config.guest_program.clone()),
             blanks: Blanks::new(config.state_dir.clone()),
+            faults: Faults::new(config.failpoints.clone(), config.kill9.clone()),
             host,
             config,
             pool,
@@ -267,7 +276,8 @@ impl<H: Host> Engine<H> {
         self.context.config.run_dir.join("sandboxes").join(id.as_str())
     }
 
-    /// Starts a sandbox's task. If the task panics, a second one releases what the first one owned.
+    /// Starts a sandbox's task. If the task panics, another one releases what it owned; one that panics again
+    /// and again leaves the sandbox stuck between two tries, as any release that does not end.
     pub(crate) fn spawn(&self, sandbox: Sandbox<H>, begin: Begin) {
         let id = sandbox.record.id.clone();
         let at_begin = sandbox.record.clone();
@@ -281,15 +291,27 @@ impl<H: Host> Engine<H> {
             stop: self.stop.clone(),
         };
         self.tasks.spawn(async move {
-            let Err(panic) = std::panic::AssertUnwindSafe(sandbox.run(begin)).catch_unwind().await else {
-                return;
-            };
-            let why = panic_text(panic.as_ref());
-            tracing::error!(sandbox = %id, "its task panicked: {why}");
-            let Some(record) = engine.record_after_panic(at_begin).await else { return };
-            let (sandbox, handle) = engine.sandbox(record, None, CancellationToken::new(), None);
-            engine.context.books.enter_found(handle);
-            sandbox.run(Begin::Release(format!("its task panicked: {why}"))).await;
+            let (mut sandbox, mut begin) = (sandbox, begin);
+            let mut wait = Duration::ZERO;
+            loop {
+                let task = std::panic::AssertUnwindSafe(sandbox.run(begin)).catch_unwind();
+                let Err(panic) = task.await else { return };
+                let why = format!("its task panicked: {}", panic_text(panic.as_ref()));
+                tracing::error!(sandbox = %id, "{why}");
+                let Some(mut record) = engine.record_after_panic(at_begin.clone()).await else { return };
+                record.state = SandboxState::Stuck;
+                let left =
+                    Left { kind: Kind::Record, what: "sandbox".into(), why: why.clone(), holders: vec![] };
+                record.stuck = Some(Stuck::again(record.stuck.as_ref(), vec![left], now_ms()));
+                let (next, handle) = engine.sandbox(record, None, CancellationToken::new(), None);
+                engine.context.books.enter_found(handle);
+                tokio::select! {
+                    () = tokio::time::sleep(wait) => {}
+                    () = engine.context.detach.cancelled() => return,
+                }
+                wait = (wait * 2).clamp(PANIC_RETRY_MIN, PANIC_RETRY_MAX);
+                (sandbox, begin) = (next, Begin::Release(why));
+            }
         });
     }
 
@@ -301,7 +323,8 @@ impl<H: Host> Engine<H> {
             let (records, id) = (self.context.records.clone(), id.clone());
             match blocking(move || records.load_one(&id)).await {
                 Ok(Some(record)) => break record,
-                Ok(None) => break at_begin,
+                // It goes last, so nothing else is left of one that was there; its slot may be another's now.
+                Ok(None) => break Record { slot: None, shim: None, resources: vec![], ..at_begin },
                 Err(why) => tracing::error!("its record cannot be read, trying again: {why}"),
             }
             tokio::select! {
@@ -431,6 +454,12 @@ impl<H: Host> Engine<H> {
         self.context.pool.trouble()
     }
 
+    /// The faults ordered at the places that a front passes by itself.
+    #[must_use]
+    pub fn faults(&self) -> &Faults {
+        &self.context.faults
+    }
+
     /// Settings it was made with.
     #[must_use]
     pub fn config(&self) -> &EngineConfig {
@@ -473,7 +502,7 @@ pub(crate) fn now_ms() -> u64 {
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     panic
         .downcast_ref::<&str>()
         .map(ToString::to_string)

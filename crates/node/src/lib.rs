@@ -22,7 +22,7 @@ mod stop;
 pub use config::{EngineConfig, Reclaim, ReclaimMode, Reconcile, ReconcileAction, Vmms};
 pub use engine::{Engine, NewSandbox, Phase};
 pub use error::{EngineError, chain};
-pub use failpoint::{Action, Failpoints};
+pub use failpoint::{Failpoints, Faults, Kill9};
 pub use reclaim::{KindProgress, ReclaimProgress, ReclaimState};
 pub use reconcile::{Found, Outcome, Pass, PassResult, ReconcileReport};
 pub use sandbox::{StepStarted, View};

@@ -2,20 +2,23 @@
 //! refused with a reason until the plan exists.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::FutureExt as _;
 use hearth_core::host::{Census, Host};
 use hearth_core::lifecycle::SlotState;
 use hearth_core::plan::{Observed, Plan, Seen, plan};
 use hearth_core::process::Liveness;
 use hearth_core::record::Record;
 use hearth_core::resource::{Kind, Resource};
+use hearth_core::steps::Place;
 use tokio_util::sync::CancellationToken;
 
 use crate::blocking::{blocking, on_host};
 use crate::config::ReclaimMode;
-use crate::engine::{Engine, Phase};
+use crate::engine::{Engine, Phase, panic_text};
 use crate::error::{EngineError, chain};
 use crate::sandbox::Begin;
 
@@ -53,7 +56,11 @@ impl<H: Host> Engine<H> {
     /// If the host firewall cannot be made, the records cannot be listed, or something on the host is in the way.
     /// The phase is then `Failed`.
     pub async fn start(self: &Arc<Self>) -> Result<(), EngineError> {
-        let started = self.try_start().await;
+        let start = self.context.faults.around(Place::Start, EngineError::Failed, self.try_start());
+        // A start that panicked must not look as if it went on.
+        let started = AssertUnwindSafe(start).catch_unwind().await.unwrap_or_else(|panic| {
+            Err(EngineError::Failed(format!("the start panicked: {}", panic_text(panic.as_ref()))))
+        });
         if let Err(e) = &started {
             self.phase.send_replace(Phase::Failed(e.to_string()));
         }
@@ -62,7 +69,6 @@ impl<H: Host> Engine<H> {
 
     async fn try_start(self: &Arc<Self>) -> Result<(), EngineError> {
         let start = tokio::time::Instant::now();
-        self.context.config.failpoints.before_start().await.map_err(EngineError::Failed)?;
         self.phase.send_replace(Phase::Starting("taking the census".into()));
         let records = self.context.records.clone();
         let loaded = blocking(move || records.load());

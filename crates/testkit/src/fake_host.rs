@@ -9,7 +9,7 @@ mod answers;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,6 +18,7 @@ use std::time::Duration;
 use hearth_core::host::{Census, ErrorClass, HostError, Sighting, SpawnSpec};
 use hearth_core::id::SandboxId;
 use hearth_core::network::{SlotIndex, SlotLayout};
+use hearth_core::record::RECORD_FILE;
 use hearth_core::resource::{Kind, Resource};
 
 pub use crate::fake_process::{End, ProcessHandle};
@@ -59,9 +60,18 @@ struct Inner {
     unknown: BTreeMap<u32, String>,
     conflict: Option<String>,
     faults: Faults,
+    pretended: BTreeSet<Kind>,
     calls: Vec<Call>,
     resets: BTreeMap<SlotIndex, u32>,
     spawned: u32,
+}
+
+impl Inner {
+    fn take_away(&mut self, resource: &Resource) {
+        if !self.pretended.contains(&resource.kind()) {
+            self.things.remove(resource);
+        }
+    }
 }
 
 /// Above every pid Linux can hand out (PID_MAX_LIMIT is 2^22), so that no mistake of a test hits a process.
@@ -112,9 +122,18 @@ impl FakeHost {
         self.lock().faults.order(verb, kind, 1, u64::MAX, fault);
     }
 
+    /// From now on a release of this kind claims success and the thing stays, also where it would have gone
+    /// along with something else, until [`FakeHost::heal`]. A directory is emptied and stays; of a record
+    /// everything goes but the file itself and the directory it lies in.
+    pub fn pretend(&self, kind: Kind) {
+        self.lock().pretended.insert(kind);
+    }
+
     /// Takes back all ordered failures.
     pub fn heal(&self) {
-        self.lock().faults.clear();
+        let mut inner = self.lock();
+        inner.faults.clear();
+        inner.pretended.clear();
     }
 
     /// The calls so far, in order.
@@ -278,7 +297,7 @@ impl FakeHost {
                 }
                 match fs::symlink_metadata(path) {
                     Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
-                    Ok(m) if m.is_dir() => fs::remove_dir_all(path).map_err(|e| {
+                    Ok(m) if m.is_dir() => remove_directory(path, &inner.pretended).map_err(|e| {
                         error(Verb::Release, &resource.to_string(), ErrorClass::Failed, &e.to_string())
                     })?,
                     _ => {
@@ -291,25 +310,37 @@ impl FakeHost {
             Resource::Process { process } => {
                 if let Some((p, _)) = inner.processes.get(&process.pid)
                     && p.identity() == process
+                    && !inner.pretended.contains(&Kind::Process)
                 {
                     p.kill();
                 }
             }
             Resource::Cgroup { name } => {
-                for (process, _) in inner.processes.values().filter(|(_, c)| c == name) {
-                    process.kill();
+                if !inner.pretended.contains(&Kind::Process) {
+                    for (process, _) in inner.processes.values().filter(|(_, c)| c == name) {
+                        process.kill();
+                    }
                 }
-                inner.things.remove(resource);
+                inner.take_away(resource);
             }
             Resource::Netns { slot } => {
                 for part in Resource::of_slot(*slot) {
-                    inner.things.remove(&part);
+                    inner.take_away(&part);
                 }
             }
-            _ => drop(inner.things.remove(resource)),
+            _ => inner.take_away(resource),
         }
         Ok(())
     }
+}
+
+fn remove_directory(path: &Path, pretended: &BTreeSet<Kind>) -> std::io::Result<()> {
+    let kept = pretended.contains(&Kind::Record).then(|| fs::read(path.join(RECORD_FILE)).ok()).flatten();
+    fs::remove_dir_all(path)?;
+    if kept.is_some() || pretended.contains(&Kind::Directory) {
+        fs::create_dir(path)?;
+    }
+    kept.map_or(Ok(()), |record| fs::write(path.join(RECORD_FILE), record))
 }
 
 /// The error of a fault that lets the effect happen.

@@ -9,6 +9,7 @@ pub mod conformance;
 pub mod fake_host;
 mod fake_process;
 pub mod faults;
+pub mod matrix;
 pub mod netns;
 mod report;
 mod skip;

@@ -1,4 +1,4 @@
-//! Checks of the documents: paths they name exist, links between them resolve.
+//! Checks of the documents: paths and tests they name exist, links between them resolve.
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
@@ -65,6 +65,50 @@ fn broken(tree: &Tree, anchors: &BTreeMap<&Path, Vec<String>>, from: &Path, targ
     let known = anchors.get(to.as_path());
     let found = anchor.is_empty() || known.is_none_or(|all| all.iter().any(|a| a == anchor));
     (!found).then(|| format!("link to {target}: {} has no such heading", to.display()))
+}
+
+/// The table of promises, the last column of which names a test.
+const GUARANTEES: &str = "docs/guarantees.md";
+
+/// Every row of a table of promises names a test, `path::name`, that exists.
+pub(crate) fn guarantees(tree: &Tree) -> Outcome {
+    let mut findings = vec![];
+    for file in tree.markdown.iter().filter(|f| f.path == Path::new(GUARANTEES)) {
+        for (line, text) in prose(&file.text) {
+            let cells: Vec<&str> = text.split('|').map(str::trim).collect();
+            // Of a row: nothing before the first bar, three cells, nothing after the last one.
+            let [_, guarantee, bound, test, _] = cells[..] else { continue };
+            if guarantee == "guarantee" || guarantee.starts_with('-') {
+                continue;
+            }
+            let what = match test.trim_matches('`').rsplit_once("::") {
+                _ if bound.is_empty() => Some("a promise without a bound".to_owned()),
+                Some((path, name)) if !is_test(tree, path, name) => Some(format!("no test {name} in {path}")),
+                Some(_) => None,
+                None => Some(format!("{test:?} names no test; write `path::name`")),
+            };
+            findings.extend(what.map(|what| Finding::new(&file.path, line, what)));
+        }
+    }
+    Outcome::of(findings)
+}
+
+/// Whether a function of this name in this file is marked as a test.
+fn is_test(tree: &Tree, path: &str, name: &str) -> bool {
+    let Some(file) = tree.rust.iter().find(|f| f.path == Path::new(path)) else { return false };
+    let mut marked = false;
+    for line in file.text.lines().map(str::trim) {
+        let head = line.strip_prefix("async ").unwrap_or(line);
+        if let Some(rest) = head.strip_prefix("fn ") {
+            if marked && rest.split_once('(').is_some_and(|(found, _)| found == name) {
+                return true;
+            }
+            marked = false;
+        } else if line.starts_with("#[test]") || line.starts_with("#[tokio::test") {
+            marked = true;
+        }
+    }
+    false
 }
 
 /// `a/../b` as `b`.
@@ -151,6 +195,18 @@ mod tests {
         let outcome = paths(&tree);
         assert_eq!(places(&outcome.findings), [("ARCHITECTURE.md".into(), 3), ("ARCHITECTURE.md".into(), 3)]);
         assert!(outcome.findings[0].what.contains("crates/b/x.rs"));
+    }
+
+    #[test]
+    fn a_promise_without_its_test_is_named_by_line() {
+        let table = "| guarantee | bound | test |\n|---|---|---|\n| a | 5 s | `crates/a/t.rs::holds` |\n\
+                     | b | 5 s | `crates/a/t.rs::helps` |\n| c | – | `crates/a/u.rs::holds` |\n\
+                     | d | – | |\n| e | | `crates/a/t.rs::waits` |\n| f | 1 s | `crates/a/t.rs::waits` |\n";
+        let tests = "#[test]\nfn holds() {}\n\nfn helps() {}\n\n#[tokio::test(x = 2)]\nasync fn waits() {}\n";
+        let (_dir, tree) = tree(&[("docs/guarantees.md", table), ("crates/a/t.rs", tests)]);
+        let outcome = guarantees(&tree);
+        let lines: Vec<usize> = places(&outcome.findings).into_iter().map(|(_, line)| line).collect();
+        assert_eq!(lines, [4, 5, 6, 7]);
     }
 
     #[test]

@@ -117,7 +117,7 @@ pub(crate) static KEYS: &[Key] = &[
     ),
     key!("shutdown.mode", "MODE", shutdown.mode, "detach, drain or kill: sandboxes when the daemon stops"),
     key!("shutdown.drain_seconds", "N", shutdown.drain_seconds, "How long drain waits"),
-    key!("test.failpoints", "STEP=ACTION,…", failpoints, "Faults on purpose"),
+    key!("test.failpoints", "PLACE=FAULT,…", failpoints, "Faults on purpose"),
     key!("test.process_vmm", "BOOL", process_vmm, "Allow the VMM `process`, which isolates nothing"),
 ];
 

@@ -113,17 +113,16 @@ impl ConfigValue for bool {
     }
 }
 
-/// `boot=error,disk=delay(100)`.
+/// `boot=error,disk=delay(100)@2+kill9-after`: see `hearth_node::Failpoints`.
 impl ConfigValue for Failpoints {
     fn read(given: Given<'_>) -> Result<Self, String> {
         let text = given.text()?;
         let pairs = text.split(',').map(str::trim).filter(|p| !p.is_empty());
         let pairs: Option<Vec<_>> = pairs.map(|p| p.split_once('=')).collect();
-        Failpoints::parse(pairs.ok_or_else(|| format!("{text:?}: write STEP=ACTION,…"))?)
+        Failpoints::parse(pairs.ok_or_else(|| format!("{text:?}: write PLACE=FAULT,…"))?)
     }
     fn write(&self) -> Option<toml::Value> {
-        // Only for tests, which know what they set.
-        (*self != Failpoints::default()).then(|| toml::Value::String(format!("{self:?}")))
+        (*self != Failpoints::default()).then(|| toml::Value::String(self.to_string()))
     }
 }
 

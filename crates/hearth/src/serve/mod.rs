@@ -311,6 +311,7 @@ fn engine_config(config: &Config) -> anyhow::Result<EngineConfig> {
         guest_program: vmms::guest_program(config),
         vmms: vmms::find(config),
         failpoints: config.failpoints.clone(),
+        kill9: hearth_node::Kill9::new(hearth_host::process::kill_self),
         reclaim: Reclaim {
             mode: match config.reclaim.mode {
                 crate::config::ReclaimMode::Background => ReclaimMode::Background,

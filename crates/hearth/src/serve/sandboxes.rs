@@ -136,7 +136,9 @@ impl<H: Host> SandboxService for Sandboxes<H> {
         // An input that breaks off is an input that ends: the shim then ends the command's stdin.
         let rest = tokio_stream::StreamExt::map_while(input, Result::ok);
         let messages = futures::stream::once(async { start }).chain(rest);
-        let output = shim.exec(messages).await?.into_inner();
+        let place = hearth_core::steps::Place::Exec;
+        let faults = self.0.engine.faults();
+        let output = faults.around(place, Status::internal, shim.exec(messages)).await?.into_inner();
         Ok(Response::new(Box::pin(output)))
     }
 

@@ -7,11 +7,13 @@
 mod adopt;
 mod bad_input;
 mod clean;
+mod collisions;
 mod dirty;
 mod drain;
 mod firecracker;
 mod guest;
 mod http;
+mod matrix;
 mod net;
 mod node;
 mod probe;

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -95,7 +95,8 @@ impl Node {
     pub fn new(wish: &Wish) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let n = NEXT.fetch_add(1, Ordering::Relaxed);
-        let instance = format!("e{}x{n}", std::process::id());
+        // No such name is part of another: inventories are narrowed by it.
+        let instance = format!("e{}x{n}e", std::process::id());
         // Short: a socket's path has at most 107 bytes.
         let dir = tempfile::Builder::new().prefix("hx").tempdir_in("/tmp").unwrap();
         let state = match (wish.own_state, prepared_state()) {
@@ -160,7 +161,7 @@ impl Node {
         self.daemon = Some(child);
     }
 
-    fn wait_ready(&mut self) {
+    pub fn wait_ready(&mut self) {
         let end = Instant::now() + Duration::from_secs(30);
         loop {
             let ready = self.cli(&["ls"]);
@@ -188,6 +189,24 @@ impl Node {
 
     pub fn daemon_pid(&self) -> u32 {
         self.daemon.as_ref().unwrap().id()
+    }
+
+    /// Other lines of the `[test]` table for the next start.
+    pub fn set_test(&self, test: &str) {
+        let text = fs::read_to_string(&self.config).unwrap();
+        let (before, _) = text.split_once("[test]\n").unwrap();
+        fs::write(&self.config, format!("{before}[test]\n{test}\n")).unwrap();
+    }
+
+    /// How the daemon ended by itself; `None` while it runs.
+    pub fn daemon_ended(&mut self) -> Option<ExitStatus> {
+        let status = self.daemon.as_mut()?.try_wait().unwrap()?;
+        self.daemon = None;
+        Some(status)
+    }
+
+    pub fn has_daemon(&self) -> bool {
+        self.daemon.is_some()
     }
 
     pub fn kill_daemon(&mut self) {

@@ -9,7 +9,7 @@ use hearth_core::host::{Host, SpawnSpec};
 use hearth_core::network::{GUEST_MAC, TAP_NAME};
 use hearth_core::resource::Resource;
 use hearth_core::shim::{GuestNetSpec, SHIM_LOG, SHIM_PROTOCOL, SHIM_SPEC_FILE, ShimSpec};
-use hearth_core::steps::Step;
+use hearth_core::steps::{Place, Step};
 
 use super::shim_end;
 use super::task::{CreateError, Sandbox};
@@ -40,9 +40,8 @@ impl<H: Host> Sandbox<H> {
             }
             let begun = Instant::now();
             let failed = |why| CreateError::Step(step, why);
-            self.context.config.failpoints.before(step).await.map_err(failed)?;
-            self.step(step).await?;
-            self.context.config.failpoints.after(step).map_err(failed)?;
+            let context = Arc::clone(&self.context);
+            context.faults.around(Place::Create(step), failed, self.step(step)).await?;
             self.view.send_modify(|v| v.steps.push((step, begun.elapsed())));
         }
         Ok(())
@@ -121,8 +120,10 @@ impl<H: Host> Sandbox<H> {
             log: self.run_dir.join(SHIM_LOG),
         };
         // The cgroup, named in the record, is the intent for every process born in it.
-        let spawned =
-            on_host(&self.context.host, move |host| host.spawn(&spawn)).await.map_err(|e| chain(&e))?;
+        let born = async {
+            on_host(&self.context.host, move |host| host.spawn(&spawn)).await.map_err(|e| chain(&e))
+        };
+        let spawned = self.context.faults.around(Place::Spawn, |why| why, born).await?;
         let identity = spawned.identity;
         self.record.shim = Some(identity.clone());
         self.record.intend(Resource::Process { process: identity.clone() });

@@ -11,6 +11,7 @@
 //! Only the task changes the record and the host. Everybody else sends a [`Command`] or reads the [`View`].
 
 mod create;
+mod places;
 mod release;
 mod shim_end;
 mod task;

@@ -12,10 +12,9 @@ use super::task::Sandbox;
 use crate::blocking::on_host;
 use crate::engine::now_ms;
 use crate::error::chain;
-use crate::shim_client;
 
 /// How long the shim may take to kill the VM and write the exit record before the cgroup is killed.
-const GENTLE: Duration = Duration::from_secs(3);
+pub(super) const GENTLE: Duration = Duration::from_secs(3);
 
 impl<H: Host> Sandbox<H> {
     /// One try at everything the record names. What is left is told, and stays in the record with the reason.
@@ -73,7 +72,7 @@ impl<H: Host> Sandbox<H> {
         let client = self.view.borrow().shim.clone();
         self.view.send_modify(|v| v.shim = None);
         if let Some(client) = client
-            && let Err(why) = shim_client::stop(&client, GENTLE).await
+            && let Err(why) = self.stop_shim(&client).await
         {
             tracing::debug!(sandbox = %self.record.id, "the shim did not stop its VM: {why}");
         }
@@ -88,8 +87,7 @@ impl<H: Host> Sandbox<H> {
     }
 
     async fn release_one(&mut self, resource: &Resource, left: &mut Vec<Left>) {
-        let (what, within) = (resource.clone(), self.context.config.release_deadline);
-        match on_host(&self.context.host, move |host| host.release(&what, within)).await {
+        match self.release_on_host(resource).await {
             Ok(()) => self.record.absent(resource),
             Err(e) => left.push(self.stays(resource, resource.to_string(), chain(&e)).await),
         }
@@ -105,7 +103,7 @@ impl<H: Host> Sandbox<H> {
     /// Gives the slot back to the pool, which resets or removes it.
     async fn release_slot(&mut self, left: &mut Vec<Left>) {
         let Some(slot) = self.record.slot else { return };
-        match self.context.pool.retire(slot).await {
+        match self.retire_slot(slot).await {
             Ok(retired) => {
                 self.record.slot = None;
                 for part in Resource::of_slot(slot) {

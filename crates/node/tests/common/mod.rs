@@ -23,7 +23,7 @@ use hearth_core::resource::Resource;
 use hearth_core::shim::{SHIM_PROTOCOL, SHIM_SOCKET, ShimSpec};
 use hearth_core::spec::VmmKind;
 use hearth_node::{
-    Engine, EngineConfig, EngineError, Failpoints, NewSandbox, Phase, Reclaim, ReclaimMode, Reconcile,
+    Engine, EngineConfig, EngineError, Failpoints, Kill9, NewSandbox, Phase, Reclaim, ReclaimMode, Reconcile,
     ReconcileAction, View, Vmms,
 };
 use hearth_testkit::FakeHost;
@@ -97,6 +97,7 @@ impl Bench {
                 kvm: Err("a test".into()),
             },
             failpoints,
+            kill9: Kill9::new(|| panic!("no daemon to kill in this test")),
             reclaim: Reclaim {
                 mode: self.reclaim,
                 parallelism: 2,

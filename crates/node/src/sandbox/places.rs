@@ -1,0 +1,52 @@
+//! What the release walk does to the host and the shim, each at its place: the only way of the walk to
+//! either, so that a fault can be ordered at every part of it.
+
+use std::sync::Arc;
+
+use hearth_core::host::{ErrorClass, Host, HostError};
+use hearth_core::network::SlotIndex;
+use hearth_core::resource::{Kind, Resource};
+use hearth_core::steps::{Place, ReleaseStep};
+
+use super::release::GENTLE;
+use super::task::Sandbox;
+use crate::blocking::on_host;
+use crate::pool::Retired;
+use crate::shim_client::{self, Client};
+
+impl<H: Host> Sandbox<H> {
+    /// Has the shim kill its VM.
+    pub(super) async fn stop_shim(&self, client: &Client) -> Result<(), String> {
+        let place = Place::Release(ReleaseStep::Stop);
+        self.context.faults.around(place, |why| why, shim_client::stop(client, GENTLE)).await
+    }
+
+    /// Releases one resource that is no part of a slot.
+    pub(super) async fn release_on_host(&self, resource: &Resource) -> Result<(), HostError> {
+        let step = match resource.kind() {
+            Kind::Process => ReleaseStep::Process,
+            Kind::Cgroup => ReleaseStep::Cgroup,
+            _ if *resource == (Resource::Directory { path: self.run_dir.clone() }) => {
+                ReleaseStep::RunDirectory
+            }
+            _ => ReleaseStep::Directory,
+        };
+        let failed = |why| HostError {
+            verb: "release",
+            what: resource.to_string(),
+            why,
+            class: ErrorClass::Failed,
+            source: None,
+        };
+        let (host, what) = (Arc::clone(&self.context.host), resource.clone());
+        let within = self.context.config.release_deadline;
+        let released = on_host(&host, move |host| host.release(&what, within));
+        self.context.faults.around(Place::Release(step), failed, released).await
+    }
+
+    /// Takes the slot from this sandbox: reset for the next owner, or removed.
+    pub(super) async fn retire_slot(&self, slot: SlotIndex) -> Result<Retired, String> {
+        let place = Place::Release(ReleaseStep::Slot);
+        self.context.faults.around(place, |why| why, self.context.pool.retire(slot)).await
+    }
+}
