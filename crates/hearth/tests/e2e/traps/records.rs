@@ -83,8 +83,14 @@ impl SmallDisk {
         disk
     }
 
+    /// By a read-only view over it: the file system itself is busy while the daemon has a file open for writing.
     fn read_only(&self, yes: bool) {
-        run("mount", &["-o", if yes { "remount,ro" } else { "remount,rw" }, path(&self.0)]);
+        if yes {
+            run("mount", &["--bind", path(&self.0), path(&self.0)]);
+            run("mount", &["-o", "remount,bind,ro", path(&self.0)]);
+        } else {
+            run("umount", &["-l", path(&self.0)]);
+        }
     }
 
     /// Leaves not a byte.
@@ -102,8 +108,9 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // Lazily: after a failed assertion a daemon may still be there.
-        drop(Command::new("umount").arg("-l").arg(&self.0).status());
+        // Lazily: after a failed assertion a daemon may still be there, and the view.
+        let unmount = || Command::new("umount").arg("-lq").arg(&self.0).status();
+        while unmount().is_ok_and(|s| s.success()) {}
     }
 }
 
