@@ -296,8 +296,13 @@ impl Node {
         let mut lines: Vec<String> = seen.lines().map(str::to_owned).collect();
         lines.push(self.host("ip", &["-o", "link"]));
         lines.push(self.host("nft", &["list", "ruleset"]));
-        // A zombie has neither command line nor program, so the list above misses what was not reaped.
+        // A zombie has neither command line nor program, so the list above misses what was not reaped. A program that
+        // a reconcile pass runs ends soon.
         if let Some(daemon) = &self.daemon {
+            let end = Instant::now() + Duration::from_secs(10);
+            while !children(daemon.id()).is_empty() && Instant::now() < end {
+                std::thread::sleep(Duration::from_millis(20));
+            }
             lines.push(format!("children of the daemon: {}", children(daemon.id())));
         }
         lines.join("\n")
