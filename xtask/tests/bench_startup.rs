@@ -39,7 +39,7 @@ fn floor_and_serial_way_are_measured_and_leave_nothing() {
         row.and_then(|r| r["values"][count].as_f64()).unwrap_or_else(|| panic!("{measure} at {count}: {all}"))
     };
     for count in ["6", "9"] {
-        assert!(value("kernel's floor, before", count) > 0.0);
+        assert!(value("kernel's floor", count) > 0.0);
         assert_eq!(value("serial way: slots replayed", count), 2.0);
         let (each, total) =
             (value("serial way: each slot", count), value("serial way: all slots, extrapolated", count));

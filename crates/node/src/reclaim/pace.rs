@@ -10,12 +10,12 @@ use hearth_core::host::Pace;
 
 /// While somebody creates or may begin at any moment.
 const SMALL: usize = 16;
-const MIDDLE: usize = 128;
+const MIDDLE: usize = 256;
 const LARGE: usize = 512;
 /// After a creation the next one is likely.
 const BUSY: Duration = Duration::from_millis(500);
 /// Without a creation for this long batches grow, and after three times as long again.
-const CALM: Duration = Duration::from_secs(1);
+const CALM: Duration = Duration::from_millis(500);
 /// From one batch to the next while somebody creates: the kernel is done with the former for most of it. The release
 /// never stands still.
 const YIELD: Duration = Duration::from_millis(400);
@@ -104,12 +104,12 @@ mod tests {
 
     #[test]
     fn batches_grow_when_nobody_creates() {
-        for (since, batch) in [(0.0, SMALL), (0.9, SMALL), (1.0, MIDDLE), (2.9, MIDDLE), (3.0, LARGE)] {
+        for (since, batch) in [(0.0, SMALL), (0.4, SMALL), (0.5, MIDDLE), (1.4, MIDDLE), (1.5, LARGE)] {
             assert_eq!(pace(after(since), None, NOW), Pace::Batch(batch), "{since} s after ready");
             let later = after(since + BUSY.as_secs_f64());
             assert!(matches!(pace(after(99.0), later, NOW), Pace::Batch(n) if n >= batch), "{since}");
         }
-        assert_eq!(pace(after(99.0), after(0.6), NOW), Pace::Batch(SMALL));
+        assert_eq!(pace(after(99.0), after(0.6), NOW), Pace::Batch(MIDDLE));
         assert_eq!(pace(after(99.0), after(99.0), NOW), Pace::Batch(LARGE));
         // Nobody can yet.
         assert_eq!(pace(None, None, NOW), Pace::Batch(LARGE));

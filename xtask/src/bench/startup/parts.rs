@@ -36,8 +36,7 @@ pub(super) struct Count<'a> {
     pub(super) stop: &'a Stop,
     /// Time of the undisturbed reclaim, from exec to done.
     pub(super) reclaim: Option<Duration>,
-    /// Before the reclaim and after it.
-    pub(super) floors: Vec<Duration>,
+    pub(super) floor: Option<Duration>,
 }
 
 /// One part: it finds the leftovers made, and may leave some.
@@ -104,30 +103,15 @@ fn veths() -> Result<HashSet<(String, String)>> {
 }
 
 /// Unmount and unlink of all, until every link is gone.
-pub(super) fn floor_before(bench: &mut Count<'_>, _: &Ground, leftovers: &Leftovers) -> Result<()> {
-    floor(bench, leftovers, "kernel's floor, before")
-}
-
-/// The same once more, and the ratio of the reclaim to the mean of both.
-pub(super) fn floor_after(bench: &mut Count<'_>, _: &Ground, leftovers: &Leftovers) -> Result<()> {
-    floor(bench, leftovers, "kernel's floor, after")?;
-    let mean = bench.floors.iter().sum::<Duration>().as_secs_f64() / bench.floors.len() as f64;
-    if let Some(reclaim) = bench.reclaim {
-        let ratio = reclaim.as_secs_f64() / mean;
-        bench.set("reclaim / mean floor", Unit::Times, Some(Target::AtMost(1.5)), ratio);
-    }
-    Ok(())
-}
-
-fn floor(bench: &mut Count<'_>, leftovers: &Leftovers, measure: &'static str) -> Result<()> {
-    bench.say(measure);
+pub(super) fn floor(bench: &mut Count<'_>, _: &Ground, leftovers: &Leftovers) -> Result<()> {
+    bench.say("the kernel's floor");
     let began = Instant::now();
     leftovers.drop_namespaces(bench.stop)?;
     let ours = |name: &str| leftovers.layout.slot_of_veth(name).is_some();
     sweep::wait_until_gone(ours, sweep::patience(bench.count), bench.stop)?;
     let took = began.elapsed();
-    bench.floors.push(took);
-    bench.set(measure, Unit::S, None, took.as_secs_f64());
+    bench.floor = Some(took);
+    bench.set("kernel's floor", Unit::S, None, took.as_secs_f64());
     Ok(())
 }
 
@@ -175,6 +159,10 @@ pub(super) fn reclaim(bench: &mut Count<'_>, ground: &Ground, leftovers: &Leftov
         bench.set("releases that failed", Unit::Count, Some(Target::Is(0.0)), failed);
         bench.set("exec to reclaim done", Unit::S, None, done.as_secs_f64());
         bench.reclaim = Some(done);
+        if let Some(floor) = bench.floor {
+            let ratio = done.as_secs_f64() / floor.as_secs_f64();
+            bench.set("reclaim / floor", Unit::Times, Some(Target::AtMost(1.5)), ratio);
+        }
         bench.set("leaked namespaces left", Unit::Count, Some(Target::Is(0.0)), namespaces as f64);
         bench.set("leaked links left", Unit::Count, Some(Target::Is(0.0)), links as f64);
         bench.set("hearth_leaked", Unit::Count, Some(Target::Is(0.0)), leaked);

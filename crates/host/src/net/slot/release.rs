@@ -82,6 +82,7 @@ pub fn release(
         held: Vec::new(),
         inside: Inside::default(),
         progress: Instant::now(),
+        went: Instant::now(),
     };
     release.run();
 }
@@ -103,8 +104,10 @@ struct Release<'a> {
     /// Kept by processes of ours that were told to end.
     held: Vec<Held>,
     inside: Inside,
-    /// When something last went.
+    /// When a batch last began or something last went.
     progress: Instant,
+    /// When something last went.
+    went: Instant,
 }
 
 /// A slot whose namespace has lost its name.
@@ -337,11 +340,18 @@ impl Release<'_> {
         let whole = self.events.gone(Instant::now() + pause, |index| gone.push(index));
         for index in gone {
             if let Some(dying) = self.dying.remove(&index) {
-                self.progress = Instant::now();
+                self.went = Instant::now();
+                self.progress = self.went;
                 self.tell(dying.slot, Ok(()));
             }
         }
         let now = Instant::now();
+        // The kernel takes them in order, and thousands take it longer than one may: as long as some go the others
+        // are only waiting for their turn.
+        let turn = self.went + self.order.within;
+        for dying in self.dying.values_mut() {
+            dying.until = dying.until.max(turn);
+        }
         // A link that went before it was waited for, or whose event was lost, is looked for by its index.
         let look = !matches!(whole, Ok(true)) || self.progress.elapsed() > STALLED;
         let due = |d: &Dying| look || now >= d.until;
