@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, Command};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -239,6 +240,49 @@ fn a_slot_that_already_dies_is_waited_for() {
         for (slot, result) in Call::default().release(lab, &all) {
             result.unwrap_or_else(|e| panic!("{slot}: {e}"));
         }
+        assert!(lab.census().is_empty());
+    });
+}
+
+/// A slot may wait for its turn long after it was looked at.
+#[test]
+fn a_stranger_who_comes_in_meanwhile_keeps_the_name() {
+    on_a_host("a_stranger_who_comes_in_meanwhile_keeps_the_name", |lab| {
+        for n in 1..=2 {
+            lab.ensure(n);
+        }
+        let stranger = Mutex::new(None);
+        // Batches of one: the second slot is looked at while the first dies, and its turn is put off until somebody is
+        // inside.
+        let (asked, first_gone) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let pace = || match asked.fetch_add(1, Ordering::Relaxed) {
+            0 => Pace::Batch(1),
+            _ if first_gone.load(Ordering::Relaxed) == 0 => Pace::Wait(Duration::from_millis(1)),
+            _ => {
+                let mut stranger = stranger.lock().unwrap();
+                if stranger.is_none() {
+                    *stranger = Some(start_inside(lab, 2, "exec sleep 60"));
+                    // An answer about processes is believed for ten times what it cost.
+                    std::thread::sleep(Duration::from_millis(500));
+                }
+                Pace::Batch(1)
+            }
+        };
+        let (spared, within) = (BTreeSet::new(), Duration::from_secs(20));
+        let order = SlotRelease { within, grace: within, spared: &spared, pace: &pace };
+        let mut seen = BTreeMap::new();
+        let list = [slot(1), slot(2)];
+        slots::release(&lab.layout, &list, &order, &|| Ok(BTreeMap::new()), &mut |slot, result| {
+            first_gone.store(1, Ordering::Relaxed);
+            seen.insert(slot, result);
+        });
+        seen[&slot(1)].as_ref().unwrap();
+        assert_eq!(seen[&slot(2)].as_ref().unwrap_err().class, ErrorClass::Foreign);
+        assert!(netns::path(&lab.layout, slot(2)).exists(), "the name was taken from under a stranger");
+        let mut stranger = stranger.into_inner().unwrap().unwrap();
+        stranger.kill().unwrap();
+        stranger.wait().unwrap();
+        Call::default().release(lab, &[2])[&slot(2)].as_ref().unwrap();
         assert!(lab.census().is_empty());
     });
 }

@@ -70,6 +70,10 @@ impl<H: Host> Engine<H> {
     async fn try_start(self: &Arc<Self>) -> Result<(), EngineError> {
         let start = tokio::time::Instant::now();
         self.phase.send_replace(Phase::Starting("taking the census".into()));
+        let context = Arc::clone(&self.context);
+        if let Err(e) = blocking(move || context.blanks.sweep()).await {
+            tracing::warn!("{}", chain(&e));
+        }
         let records = self.context.records.clone();
         let loaded = blocking(move || records.load());
         let scans = SCANNED.map(|scan| self.whole_census(scan));

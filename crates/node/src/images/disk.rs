@@ -20,6 +20,9 @@ const MARGIN: u64 = 16 << 20;
 /// Blank disks of different sizes kept: each takes a few MiB and a descriptor.
 const KEPT: usize = 16;
 
+/// Name of one while it is made. One name, so that what a crash left is found.
+const FILE: &str = ".blank.ext4";
+
 /// Making one takes 20 ms on a disk that is well.
 const FORMAT: Limit = Limit {
     after: Duration::from_secs(60),
@@ -50,6 +53,18 @@ impl Blanks {
         Self { dir, made: Mutex::default() }
     }
 
+    /// Removes what a daemon left that was killed while it made one.
+    ///
+    /// # Errors
+    /// If it is there and cannot be removed.
+    pub fn sweep(&self) -> Result<(), ImageError> {
+        let path = self.dir.join(FILE);
+        match std::fs::remove_file(&path) {
+            Err(e) if e.kind() != ErrorKind::NotFound => Err(io("remove", &path)(e)),
+            _ => Ok(()),
+        }
+    }
+
     /// An empty disk of this size, and what a full copy of it takes, bytes. Copies share its UUID; no two of them
     /// are ever in one guest.
     ///
@@ -64,8 +79,7 @@ impl Blanks {
         let file = match made.entry(size_mib) {
             Entry::Occupied(known) => Arc::clone(known.get()),
             Entry::Vacant(place) => {
-                // One name, so that what a crash left is replaced.
-                let path = self.dir.join(".blank.ext4");
+                let path = self.dir.join(FILE);
                 create(&path, size_mib, job)?;
                 let file = File::open(&path).map_err(io("open", &path))?;
                 std::fs::remove_file(&path).map_err(io("remove", &path))?;

@@ -162,4 +162,9 @@ fn a_blank_disk_is_made_once_per_size_and_leaves_no_name() {
     assert_eq!(copied.unwrap(), 16 << 20);
     assert_sound(&path);
     assert!(blanks.get(u64::MAX, &job()).is_err());
+    // Killed while one was made.
+    std::fs::write(dir.join(".blank.ext4"), "half").unwrap();
+    blanks.sweep().unwrap();
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
+    blanks.sweep().unwrap();
 }

@@ -170,8 +170,16 @@ impl Release<'_> {
     fn begin(&mut self, n: usize) {
         self.look_ahead(n);
         for ready in self.next.drain(..n.min(self.next.len())).collect::<Vec<_>>() {
-            if let Err(e) = self.unlink(&ready) {
-                self.tell(ready.slot, Err(e));
+            let slot = ready.slot;
+            match self.entered(&ready) {
+                // It is looked at again: whoever came in since may be a stranger.
+                Ok(true) => self.waiting.push_back(slot),
+                Ok(false) => {
+                    if let Err(e) = self.unlink(&ready) {
+                        self.tell(slot, Err(e));
+                    }
+                }
+                Err(e) => self.tell(slot, Err(e)),
             }
         }
         self.last = n;
@@ -229,6 +237,16 @@ impl Release<'_> {
             }
         }
         Ok(Some(ready))
+    }
+
+    /// Whether a process went in since the slot was looked at, which may be seconds ago.
+    fn entered(&mut self, ready: &Ready) -> Result<bool> {
+        let Some(id) = ready.id else { return Ok(false) };
+        let found = self.inside.of(id).map_err(|e| op(self.layout, ready.slot).io("read /proc", e))?;
+        if found.is_some() {
+            self.inside.forget();
+        }
+        Ok(found.is_some())
     }
 
     /// The processes of ours that have to end before the slot can; an error if one is not ours.
