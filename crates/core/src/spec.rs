@@ -13,6 +13,8 @@ pub const CPUS: std::ops::RangeInclusive<u32> = 1..=32;
 pub const MEMORY_MIB: std::ops::RangeInclusive<u64> = 64..=1024 * 1024;
 /// Size of the writable disk in MiB.
 pub const DISK_MIB: std::ops::RangeInclusive<u64> = 16..=16 * 1024 * 1024;
+/// Size of the writable disk if none is asked for, MiB.
+pub const DEFAULT_DISK_MIB: u64 = 512;
 /// Longest life of a sandbox in seconds: 30 days.
 pub const TIMEOUT_SECONDS: std::ops::RangeInclusive<u64> = 1..=30 * 24 * 3600;
 

@@ -26,6 +26,8 @@ use crate::{error, net, sparse};
 /// Soft limit of open files of a started process: a shim holds a few per block request and connection; more
 /// only slows what walks the table (measured: Firecracker starts slower with half a million).
 const SPAWN_NOFILE: u64 = 65_536;
+/// From leaving its cgroup to its end a process takes moments; one that lives on is another's.
+const ENDING: Duration = Duration::from_secs(1);
 /// Tasks told of what is stuck.
 const HOLDERS: usize = 8;
 
@@ -144,7 +146,8 @@ impl KernelHost {
         if process::liveness(process) == Liveness::Alive {
             match self.liveness(process) {
                 Liveness::Alive => {}
-                Liveness::Gone => return Ok(()),
+                // One that is about to end has left its cgroup already, and has to be reaped all the same.
+                Liveness::Gone => return process::reap(process, ENDING),
                 Liveness::Unknown(why) => return Err(not_ours("release", process, ErrorClass::Failed, &why)),
             }
         }

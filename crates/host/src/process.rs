@@ -140,18 +140,30 @@ pub(crate) fn pidfd(verb: &'static str, pid: u32) -> Result<Option<OwnedFd>, Hos
     }
 }
 
-/// If it ended and is still our unreaped child, reaps it.
-fn reap_zombie(process: &ProcessIdentity) -> Result<(), HostError> {
+/// Reaps a process that is our child and ends within `patience`; any other is left alone.
+pub(crate) fn reap(process: &ProcessIdentity, patience: Duration) -> Result<(), HostError> {
+    let fail = |e| error::os("release", format_args!("process {}", process.pid), "reap", e);
     let Some(fd) = pidfd("release", process.pid)? else {
         return Ok(());
     };
     let same = boot_id().is_ok_and(|b| b == process.boot_id)
-        && stat::read(process.pid).is_ok_and(|s| s.start_time == process.start_time && s.ended());
-    if same {
-        wait(fd.as_fd(), Duration::ZERO)
-            .map_err(|e| error::os("release", format_args!("process {}", process.pid), "reap", e))?;
+        && stat::read(process.pid).is_ok_and(|s| s.start_time == process.start_time);
+    if same && is_child(fd.as_fd()).map_err(fail)? {
+        wait(fd.as_fd(), patience).map_err(fail)?;
     }
     Ok(())
+}
+
+fn is_child(pidfd: BorrowedFd<'_>) -> io::Result<bool> {
+    let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    loop {
+        match rustix::process::waitid(WaitId::PidFd(pidfd), look) {
+            Ok(_) => return Ok(true),
+            Err(rustix::io::Errno::CHILD) => return Ok(false),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
 }
 
 /// Sends a signal. A process that has ended is success: a pidfd never reaches a stranger.
@@ -211,7 +223,7 @@ pub(crate) fn poll_until(fd: impl AsFd, flags: PollFlags, deadline: Option<Insta
 pub fn release(process: &ProcessIdentity, within: Duration) -> Result<(), HostError> {
     let what = format!("process {}", process.pid);
     let Some(pidfd) = open_for("release", process)? else {
-        return reap_zombie(process);
+        return reap(process, Duration::ZERO);
     };
     signal(pidfd.as_fd(), Signal::KILL).map_err(|e| error::os("release", &what, "SIGKILL", e))?;
     match wait(pidfd.as_fd(), within) {

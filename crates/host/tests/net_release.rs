@@ -198,10 +198,11 @@ fn a_pace_of_none_ends_the_call() {
             lab.ensure(n);
         }
         let told = AtomicUsize::new(0);
-        let waited = AtomicUsize::new(0);
-        let pace = || match (told.load(Ordering::Relaxed), waited.fetch_add(1, Ordering::Relaxed)) {
-            (_, 0..3) => Pace::Wait(Duration::from_millis(1)),
-            (0, _) => Pace::Batch(2),
+        let asked = AtomicUsize::new(0);
+        // One batch, and the end when something of it went, however long that takes.
+        let pace = || match (asked.fetch_add(1, Ordering::Relaxed), told.load(Ordering::Relaxed)) {
+            (3, _) => Pace::Batch(2),
+            (0..3, _) | (_, 0) => Pace::Wait(Duration::from_millis(1)),
             _ => Pace::End,
         };
         let spared = BTreeSet::new();

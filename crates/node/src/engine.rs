@@ -13,7 +13,7 @@ use hearth_core::image::Template;
 use hearth_core::lifecycle::SandboxState;
 use hearth_core::record::Record;
 use hearth_core::resource::{Kind, Resource};
-use hearth_core::spec::{SandboxSpec, VmmKind};
+use hearth_core::spec::{DEFAULT_DISK_MIB, SandboxSpec, VmmKind};
 use hearth_core::stuck::{Left, Stuck};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
@@ -197,7 +197,7 @@ impl<H: Host> Engine<H> {
             template,
             cpus: if new.cpus == 0 { 1 } else { new.cpus },
             memory_mib: or(new.memory_mib, 256),
-            disk_mib: or(new.disk_mib, 512),
+            disk_mib: or(new.disk_mib, DEFAULT_DISK_MIB),
             timeout_seconds: (new.timeout_seconds != 0).then_some(new.timeout_seconds),
             net: new.net,
             vmm: new.vmm.unwrap_or(self.context.config.vmms.auto),

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use futures::FutureExt as _;
@@ -13,13 +14,16 @@ use hearth_core::plan::{Observed, Plan, Seen, plan};
 use hearth_core::process::Liveness;
 use hearth_core::record::Record;
 use hearth_core::resource::{Kind, Resource};
+use hearth_core::spec::DEFAULT_DISK_MIB;
 use hearth_core::steps::Place;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use crate::blocking::{blocking, on_host};
 use crate::config::ReclaimMode;
 use crate::engine::{Engine, Phase, panic_text};
 use crate::error::{EngineError, chain};
+use crate::images::Job;
 use crate::sandbox::Begin;
 
 /// What is scanned at start. What lives inside a namespace goes with it and needs no scan of its own.
@@ -45,6 +49,8 @@ impl std::fmt::Display for Scan {
 
 /// How long one scan may take.
 const CENSUS: Duration = Duration::from_secs(60);
+/// How long the start waits for the first blank disk.
+const BLANK: Duration = Duration::from_millis(400);
 /// Back-off between two tries of a scan.
 const CENSUS_RETRY: std::ops::RangeInclusive<Duration> = Duration::from_millis(200)..=Duration::from_secs(5);
 
@@ -74,6 +80,7 @@ impl<H: Host> Engine<H> {
         if let Err(e) = blocking(move || context.blanks.sweep()).await {
             tracing::warn!("{}", chain(&e));
         }
+        let blank = self.make_blank();
         let records = self.context.records.clone();
         let loaded = blocking(move || records.load());
         let scans = SCANNED.map(|scan| self.whole_census(scan));
@@ -127,11 +134,25 @@ impl<H: Host> Engine<H> {
             self.context.demand.begin();
         }
         self.begin_reclaim(&plan, start).await;
+        // Made beside the census, and nearly always there by now.
+        drop(tokio::time::timeout(BLANK, blank).await);
         self.context.demand.begin();
         self.phase.send_replace(Phase::Ready);
         let engine = Arc::clone(self);
         self.tasks.spawn(async move { engine.run_reconcile().await });
         Ok(())
+    }
+
+    /// Makes the blank disk most creations copy, so that the first one need not wait for it.
+    fn make_blank(&self) -> JoinHandle<()> {
+        let context = Arc::clone(&self.context);
+        self.tasks.spawn_blocking(move || {
+            let go_on = AtomicBool::new(false);
+            if let Err(e) = context.blanks.get(DEFAULT_DISK_MIB, &Job::quiet(&go_on)) {
+                // A creation will try again, and tell.
+                tracing::debug!("no blank disk yet: {}", chain(&e));
+            }
+        })
     }
 
     /// A census with nothing missing: a number that was not seen counts as free, so a scan cut short would

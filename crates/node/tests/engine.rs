@@ -14,7 +14,7 @@ use hearth_core::lifecycle::SandboxState;
 use hearth_core::network::SlotIndex;
 use hearth_core::resource::{Kind, Resource};
 use hearth_core::steps::Step;
-use hearth_node::{Ask, Engine, EngineError, Failpoints};
+use hearth_node::{Ask, Engine, EngineError, Failpoints, ReclaimState};
 use hearth_testkit::faults::{Fault, Verb};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -222,6 +222,13 @@ async fn a_restart_takes_over_what_lives_and_releases_the_rest() {
     let other = create(&engine, "other").await.unwrap();
     assert_ne!(other.record.slot, alive.record.slot);
     engine.delete_all().await;
+    tokio::time::timeout(Duration::from_secs(20), async {
+        while engine.reclaim().state != ReclaimState::Done {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await
+    .unwrap();
     engine.detach().await;
     assert_eq!(bench.leftovers(), []);
 }

@@ -12,9 +12,6 @@ use tonic::transport::{Channel, Endpoint};
 use super::stats::{ms, percentile};
 use crate::stop::Stop;
 
-/// Small: the disk is not what is measured.
-const DISK_MIB: u64 = 16;
-
 /// What creations took.
 #[derive(Debug, Default)]
 pub(crate) struct Creates {
@@ -26,6 +23,16 @@ pub(crate) struct Creates {
     pub(crate) failed: Vec<String>,
     /// Time of each step, by its place in the order of steps.
     steps: Vec<(String, Vec<Duration>)>,
+    /// The one that took longest.
+    slowest: Option<Slowest>,
+}
+
+#[derive(Debug)]
+struct Slowest {
+    took: Duration,
+    /// Creations before it.
+    at: usize,
+    steps: Vec<(String, Duration)>,
 }
 
 impl Creates {
@@ -37,8 +44,21 @@ impl Creates {
         shown.collect::<Vec<_>>().join(", ")
     }
 
+    /// Where the time of the slowest one went.
+    pub(crate) fn slowest(&self) -> String {
+        let Some(slowest) = &self.slowest else { return "none".to_owned() };
+        let steps = slowest.steps.iter().map(|(name, time)| format!("{name} {:.1} ms", ms(*time)));
+        let steps = steps.collect::<Vec<_>>().join(", ");
+        format!("number {}, {:.1} ms: {steps}", slowest.at + 1, ms(slowest.took))
+    }
+
     fn note(&mut self, began: Instant, sandbox: Sandbox) {
-        self.took.push(began.elapsed());
+        let took = began.elapsed();
+        if self.slowest.as_ref().is_none_or(|s| s.took < took) {
+            let steps = sandbox.steps.iter().map(|s| (s.step.clone(), Duration::from_micros(s.micros)));
+            self.slowest = Some(Slowest { took, at: self.took.len(), steps: steps.collect() });
+        }
+        self.took.push(took);
         self.ended.push(Instant::now());
         for step in sandbox.steps {
             let at = self.steps.iter().position(|(name, _)| *name == step.step).unwrap_or_else(|| {
@@ -85,7 +105,6 @@ async fn create(client: &mut SandboxServiceClient<Channel>, template: &str, name
     let request = CreateRequest {
         name: name.to_owned(),
         template: template.to_owned(),
-        disk_mib: DISK_MIB,
         vmm: "process".to_owned(),
         ..CreateRequest::default()
     };

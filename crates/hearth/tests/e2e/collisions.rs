@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use hearth_core::steps::{Place, Step};
 
 use crate::matrix::{begin, client, delete, difference, finish, states, wait_for};
-use crate::node::{Node, Wish, cannot};
+use crate::node::{Node, Wish, cannot, children_in_words};
 use crate::running::Running;
 
 /// Longest time from a collision to its clear state.
@@ -44,14 +44,38 @@ impl Bench {
 
     /// That nothing is left, within the bound from `since` on.
     fn check_gone(&self, since: Instant, what: &str) {
+        let called = since.elapsed();
         wait_for(&format!("{what}: no sandbox is left"), || states(&self.node).is_empty()).unwrap();
-        let mut after = String::new();
+        let listed = since.elapsed();
+        let daemon = self.node.daemon_pid();
+        let mut children = Vec::new();
+        let reaped = wait_for("children of the daemon", || {
+            let now = children_in_words(daemon);
+            let none = now.is_empty();
+            children.push(now);
+            none
+        });
+        let reaped = reaped.map(|()| since.elapsed());
+        children.dedup();
+        let mut differences = Vec::new();
         let clean = wait_for(what, || {
-            after = self.node.inventory();
+            let after = self.node.inventory();
+            if after != self.before {
+                differences.push(difference(&self.before, &after));
+            }
             after == self.before
         });
-        assert!(clean.is_ok(), "{what}: {}\n{}", difference(&self.before, &after), self.node.log_text());
-        assert!(since.elapsed() < BOUND, "{what}: it took {:?}", since.elapsed());
+        let clean = clean.is_ok();
+        let gone = since.elapsed();
+        differences.dedup();
+        let log = || self.node.log_text();
+        assert!(clean, "{what}: {differences:#?}\n{}", log());
+        assert!(
+            gone < BOUND,
+            "{what}: the call took {called:?}, not listed after {listed:?}, no child after {reaped:?} ({children:?}), \
+             nothing left after {gone:?}: {differences:#?}\n{}",
+            log()
+        );
     }
 
     /// Waits until a place with an ordered fault is passed once more than `times`.

@@ -303,7 +303,7 @@ impl Node {
             while !children(daemon.id()).is_empty() && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(20));
             }
-            lines.push(format!("children of the daemon: {}", children(daemon.id())));
+            lines.push(format!("children of the daemon: {}", children_in_words(daemon.id())));
         }
         lines.join("\n")
     }
@@ -362,12 +362,24 @@ impl Drop for Node {
 }
 
 /// Pids of all children of a process, zombies included.
+/// Pids of the children of a process, zombies too.
 pub fn children(pid: u32) -> String {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     tasks
         .filter_map(|task| fs::read_to_string(task.unwrap().path().join("children")).ok())
         .collect::<Vec<String>>()
         .concat()
+}
+
+/// Each child's pid, name and state, and where in the kernel it waits.
+pub fn children_in_words(pid: u32) -> String {
+    let read = |pid: &str, file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    let words = |pid: &str| {
+        let stat = read(pid, "stat");
+        let stat = stat.split(' ').take(3).collect::<Vec<_>>().join(" ");
+        format!("{stat} {} {}", read(pid, "wchan"), read(pid, "cmdline").replace('\0', " "))
+    };
+    children(pid).split_whitespace().map(words).collect::<Vec<_>>().join(", ")
 }
 
 /// A static busybox: the one the environment names, or the host's.

@@ -76,26 +76,27 @@ fn names(text: &str) -> Option<impl Iterator<Item = &str>> {
 
 /// Names of links by their index, without a closer look (netdevice(7)).
 #[derive(Debug)]
-pub(super) struct NameOf(UdpSocket);
+pub(crate) struct NameOf(UdpSocket);
 
 impl NameOf {
-    pub(super) fn open() -> io::Result<Self> {
+    pub(crate) fn open() -> io::Result<Self> {
         // Any socket of the namespace does; this one is bound to loopback and sends nothing.
         UdpSocket::bind("127.0.0.1:0").or_else(|_| UdpSocket::bind("0.0.0.0:0")).map(Self)
     }
 
-    /// Nothing if there is no such link.
-    pub(super) fn link(&self, index: u32) -> Option<String> {
+    /// Nothing if there is no such link. Never waits for whoever changes links, unlike a question over netlink.
+    pub(crate) fn link(&self, index: u32) -> io::Result<Option<String>> {
         // SAFETY: an all-zero ifreq is a valid value.
         let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-        request.ifr_ifru.ifru_ifindex = i32::try_from(index).ok()?;
+        request.ifr_ifru.ifru_ifindex = i32::try_from(index).map_err(io::Error::other)?;
         // SAFETY: SIOCGIFNAME reads and writes one ifreq, which lives here.
         if unsafe { libc::ioctl(self.0.as_raw_fd(), libc::SIOCGIFNAME, &raw mut request) } < 0 {
-            return None;
+            let e = io::Error::last_os_error();
+            return if e.raw_os_error() == Some(libc::ENODEV) { Ok(None) } else { Err(e) };
         }
         // SAFETY: the kernel ends the name with a NUL within the field (netdev_get_name).
         let name = unsafe { CStr::from_ptr(request.ifr_name.as_ptr()) };
-        name.to_str().ok().map(str::to_owned)
+        Ok(Some(name.to_string_lossy().into_owned()))
     }
 }
 
@@ -116,7 +117,7 @@ mod tests {
     #[test]
     fn the_first_link_is_lo() {
         let names = NameOf::open().unwrap();
-        assert_eq!(names.link(1).as_deref(), Some("lo"));
-        assert_eq!(names.link(2_000_000_000), None);
+        assert_eq!(names.link(1).unwrap().as_deref(), Some("lo"));
+        assert_eq!(names.link(2_000_000_000).unwrap(), None);
     }
 }

@@ -20,7 +20,8 @@ pub fn overlapping(layout: &SlotLayout, links: &Links) -> Result<Vec<String>> {
     let mut found = Vec::new();
     let names = NameOf::open().map_err(|e| op.io("open a socket", e))?;
     for route in routes.iter().filter(|r| collides(r, &layout.cidr)) {
-        let slot = route.oif.and_then(|index| layout.slot_of_veth(&names.link(index)?));
+        let name = route.oif.and_then(|index| names.link(index).ok().flatten());
+        let slot = name.and_then(|name| layout.slot_of_veth(&name));
         if slot.is_some_and(|slot| links.beside.contains(&slot)) {
             continue;
         }

@@ -1,6 +1,7 @@
 //! A slot as a whole: putting a used one back into the state its parts were made in, and removing many.
 
 mod census;
+mod dying;
 mod held;
 mod release;
 

@@ -3,6 +3,7 @@
 
 mod cgroups;
 mod directories;
+mod endings;
 mod helper;
 mod locks;
 mod processes;

@@ -17,6 +17,12 @@ use super::{program, space};
 /// Room left to the host: a disk that fills the last byte would stop records from being written.
 const MARGIN: u64 = 16 << 20;
 
+/// What a disk of this size needs to be held full, bytes.
+#[must_use]
+pub fn room(size_mib: u64) -> u64 {
+    size_mib.saturating_mul(1 << 20).saturating_add(MARGIN)
+}
+
 /// Blank disks of different sizes kept: each takes a few MiB and a descriptor.
 const KEPT: usize = 16;
 
@@ -65,28 +71,26 @@ impl Blanks {
         }
     }
 
-    /// An empty disk of this size, and what a full copy of it takes, bytes. Copies share its UUID; no two of them
-    /// are ever in one guest.
+    /// An empty disk of this size. Copies share its UUID; no two of them are ever in one guest.
     ///
     /// # Errors
     /// As for [`create`].
-    pub fn get(&self, size_mib: u64, job: &Job<'_>) -> Result<(Arc<File>, u64), ImageError> {
+    pub fn get(&self, size_mib: u64, job: &Job<'_>) -> Result<Arc<File>, ImageError> {
         // Held while one is made: the others want the same.
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         if made.len() >= KEPT && !made.contains_key(&size_mib) {
             made.clear();
         }
-        let file = match made.entry(size_mib) {
-            Entry::Occupied(known) => Arc::clone(known.get()),
+        match made.entry(size_mib) {
+            Entry::Occupied(known) => Ok(Arc::clone(known.get())),
             Entry::Vacant(place) => {
                 let path = self.dir.join(FILE);
                 create(&path, size_mib, job)?;
                 let file = File::open(&path).map_err(io("open", &path))?;
                 std::fs::remove_file(&path).map_err(io("remove", &path))?;
-                Arc::clone(place.insert(Arc::new(file)))
+                Ok(Arc::clone(place.insert(Arc::new(file))))
             }
-        };
-        Ok((file, (size_mib << 20).saturating_add(MARGIN)))
+        }
     }
 }
 
@@ -94,14 +98,13 @@ impl Blanks {
 /// file is sparse: it takes a few MiB until the guest writes.
 ///
 /// # Errors
-/// [`ImageError::NoSpace`] if the file system could never hold it full. Nothing is left then.
+/// [`ImageError::NoSpace`] if the disk under it is full. Nothing is left then.
 pub fn create(path: &Path, size_mib: u64, job: &Job<'_>) -> Result<Made, ImageError> {
     let start = Instant::now();
     let dir = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let bytes = size_mib.checked_mul(1 << 20).filter(|b| i64::try_from(*b).is_ok()).ok_or_else(|| {
         ImageError::Option { field: "disk", why: format!("{size_mib} MiB is more than any disk holds") }
     })?;
-    space::require(dir, "the writable disk", bytes.saturating_add(MARGIN), job)?;
     match std::fs::remove_file(path) {
         Err(e) if e.kind() != ErrorKind::NotFound => return Err(io("replace", path)(e)),
         _ => {}

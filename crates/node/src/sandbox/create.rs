@@ -228,13 +228,14 @@ impl<H: Host> Sandbox<H> {
 
 /// Makes a sandbox's writable disk. It could never be held full without the room for it.
 fn make_disk<H: Host>(host: &H, blanks: &images::disk::Blanks, path: &Path, size: u64) -> Result<(), String> {
-    let (blank, need) = blanks.get(size, &Job::quiet(&GO_ON)).map_err(|e| chain(&e))?;
+    let need = images::disk::room(size);
     let dir = path.parent().unwrap_or(path);
     let have = host.free_bytes(dir).map_err(|e| chain(&e))?;
     if have < need {
         let what = "the writable disk".to_owned();
         return Err(images::ImageError::NoSpace { path: dir.to_owned(), what, need, have }.to_string());
     }
+    let blank = blanks.get(size, &Job::quiet(&GO_ON)).map_err(|e| chain(&e))?;
     host.copy_sparse(&blank, path).map_err(|e| chain(&e))
 }
 

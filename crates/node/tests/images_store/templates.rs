@@ -127,12 +127,6 @@ fn a_disk_is_sparse_writable_and_quick() {
         assert_sound(&path);
     }
     println!("best of three disks: {best:?}");
-    let err = disk::create(&path, 16 * 1024 * 1024, &job());
-    let names = |e: &str| e.contains("disk.ext4") || e.contains("the writable disk needs");
-    match err {
-        Err(e) => assert!(names(&e.to_string()), "{e}"),
-        Ok(_) => println!("this host really has 16 TiB free"),
-    }
     assert!(disk::create(&path, u64::MAX, &job()).is_err());
     assert!(disk::create(&bench.path("no/where/disk"), 16, &job()).is_err());
 }
@@ -146,10 +140,10 @@ fn a_blank_disk_is_made_once_per_size_and_leaves_no_name() {
     let dir = bench.path("blanks");
     std::fs::create_dir(&dir).unwrap();
     let blanks = disk::Blanks::new(dir.clone());
-    let (first, need) = blanks.get(16, &job()).unwrap();
-    assert!(need > 16 << 20);
-    assert!(std::sync::Arc::ptr_eq(&first, &blanks.get(16, &job()).unwrap().0), "made twice");
-    assert_eq!(blanks.get(32, &job()).unwrap().0.metadata().unwrap().len(), 32 << 20);
+    let first = blanks.get(16, &job()).unwrap();
+    assert!(disk::room(16) > 16 << 20 && disk::room(u64::MAX) == u64::MAX);
+    assert!(std::sync::Arc::ptr_eq(&first, &blanks.get(16, &job()).unwrap()), "made twice");
+    assert_eq!(blanks.get(32, &job()).unwrap().metadata().unwrap().len(), 32 << 20);
     for size in 33..80 {
         blanks.get(size, &job()).unwrap();
     }

@@ -151,6 +151,7 @@ pub(super) fn reclaim(bench: &mut Count<'_>, ground: &Ground, leftovers: &Leftov
         bench.set("/health during the reclaim, p50", Unit::Ms, None, percent(50));
         bench.set("/health during the reclaim, p99", Unit::Ms, Some(Target::Below(50.0)), percent(99));
         bench.set("/health during the reclaim, longest", Unit::Ms, None, percent(100));
+        bench.say(&format!("released after how long: {}", course(&until_done)));
         let steps = until_done.iter().map(|s| s.done).collect::<HashSet<u64>>().len();
         bench.set("counts of released seen", Unit::Count, Some(Target::AtLeast(3.0)), steps as f64);
         let fell = falls(seen.samples.iter().map(|s| s.done));
@@ -168,6 +169,16 @@ pub(super) fn reclaim(bench: &mut Count<'_>, ground: &Ground, leftovers: &Leftov
         bench.set("hearth_leaked", Unit::Count, Some(Target::Is(0.0)), leaked);
         Ok(())
     })
+}
+
+/// When each tenth was released, for people: where the time goes.
+fn course(samples: &[&Sample]) -> String {
+    let total = samples.last().map_or(0, |s| s.done);
+    let tenth = |n: u64| {
+        let first = samples.iter().find(|s| s.done * 10 >= total * n)?;
+        Some(format!("{}0 % {:.1} s", n, first.at.as_secs_f64()))
+    };
+    (1..=10).filter_map(tenth).collect::<Vec<_>>().join(", ")
 }
 
 /// What a supervisor sees of the start.
@@ -194,6 +205,7 @@ pub(super) fn creates(bench: &mut Count<'_>, ground: &Ground, leftovers: &Leftov
         let seen = watch.seen();
         let idle = run("idle")?;
         bench.say(&format!("steps during the reclaim, p50: {}", during.steps()));
+        bench.say(&format!("slowest create during the reclaim: {}", during.slowest()));
         bench.say(&format!("steps when idle, p50: {}", idle.steps()));
         for why in during.failed.iter().chain(&idle.failed) {
             bench.say(&format!("a create failed: {why}"));

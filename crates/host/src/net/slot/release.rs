@@ -20,18 +20,17 @@ use std::time::{Duration, Instant};
 use hearth_core::host::{HostError, Pace, SlotRelease, SlotSeen};
 use hearth_core::network::{SlotIndex, SlotLayout};
 
+use super::dying::{Deaths, Dying, Fate};
 use super::held::Held;
 use crate::net::error::{Op, Result};
 use crate::net::netlink::tolerate;
 use crate::net::netns::{self, NsId, Place};
-use crate::net::rtnl::{Link, LinkEvents, Rtnl, delete_address, set_alias};
+use crate::net::rtnl::{Link, Rtnl, delete_address, set_alias};
 use crate::net::{holders, veth};
 use crate::process;
 
 /// Longest wait between two looks at deadlines and at processes that were told to end.
 const TICK: Duration = Duration::from_millis(20);
-/// A batch whose links stopped going for this long has stragglers that something holds; the next one begins.
-const STALLED: Duration = Duration::from_millis(300);
 /// Netlink messages sent in one run: their acknowledgements must fit the socket's buffer.
 const RUN: usize = 512;
 
@@ -63,8 +62,8 @@ pub fn release(
 ) {
     let op = Op::new("release", "slots");
     // Events before the first look: nothing that goes in between is missed.
-    let sockets = LinkEvents::open().and_then(|events| Ok((events, Rtnl::open()?)));
-    let (events, rtnl) = match sockets.map_err(|e| op.netlink("open route sockets", e)) {
+    let sockets = Deaths::open(order.within).and_then(|deaths| Ok((deaths, Rtnl::open()?)));
+    let (deaths, rtnl) = match sockets.map_err(|e| op.netlink("open route sockets", e)) {
         Ok(sockets) => sockets,
         Err(e) => return slots.iter().for_each(|slot| seen(*slot, Err(again(layout, *slot, &e)))),
     };
@@ -74,15 +73,12 @@ pub fn release(
         own,
         seen,
         rtnl,
-        events,
+        deaths,
         waiting: slots.iter().copied().collect(),
         next: VecDeque::new(),
-        dying: HashMap::new(),
         last: 0,
         held: Vec::new(),
         inside: Inside::default(),
-        progress: Instant::now(),
-        went: Instant::now(),
     };
     release.run();
 }
@@ -93,31 +89,15 @@ struct Release<'a> {
     own: &'a OwnProcesses<'a>,
     seen: &'a mut SlotSeen<'a>,
     rtnl: Rtnl,
-    events: LinkEvents,
+    deaths: Deaths,
     waiting: VecDeque<SlotIndex>,
     /// Looked at and without address: the next batch.
     next: VecDeque<Ready>,
-    /// By the index of the host's end.
-    dying: HashMap<u32, Dying>,
     /// Size of the last batch.
     last: usize,
     /// Kept by processes of ours that were told to end.
     held: Vec<Held>,
     inside: Inside,
-    /// When a batch last began or something last went.
-    progress: Instant,
-    /// When something last went.
-    went: Instant,
-}
-
-/// A slot whose namespace has lost its name.
-#[derive(Debug)]
-struct Dying {
-    slot: SlotIndex,
-    name: String,
-    ids: Vec<NsId>,
-    peer_nsid: Option<i32>,
-    until: Instant,
 }
 
 /// A slot about to be touched.
@@ -134,7 +114,7 @@ impl Release<'_> {
     fn run(&mut self) {
         while !(self.waiting.is_empty()
             && self.next.is_empty()
-            && self.dying.is_empty()
+            && self.deaths.is_empty()
             && self.held.is_empty())
         {
             let mut pause = TICK;
@@ -152,7 +132,7 @@ impl Release<'_> {
                 }
             }
             self.look_after_held();
-            if !self.dying.is_empty() {
+            if !self.deaths.is_empty() {
                 self.wait_for_links(pause);
             } else if !(self.held.is_empty() && self.waiting.is_empty() && self.next.is_empty()) {
                 std::thread::sleep(pause);
@@ -163,8 +143,7 @@ impl Release<'_> {
     /// Whether the next batch may lose its names: one batch may wait for the kernel's worker, which is busy with the
     /// one before, so that the two never wait for each other and no more than that goes under one lock.
     fn may_begin(&self) -> bool {
-        let begun = self.dying.len() <= self.last || self.progress.elapsed() > STALLED;
-        begun && !(self.waiting.is_empty() && self.next.is_empty())
+        self.deaths.at_most(self.last) && !(self.waiting.is_empty() && self.next.is_empty())
     }
 
     fn begin(&mut self, n: usize) {
@@ -183,7 +162,7 @@ impl Release<'_> {
             }
         }
         self.last = n;
-        self.progress = Instant::now();
+        self.deaths.begun();
         // While these die.
         self.look_ahead(n);
     }
@@ -342,67 +321,18 @@ impl Release<'_> {
             // Both ends are here: no namespace will take it along.
             self.rtnl.delete_link(w.index).map_err(|e| op.netlink("delete its link", e))?;
         }
-        let dying = Dying {
-            slot: r.slot,
-            name: w.name.clone(),
-            ids,
-            peer_nsid: w.peer_nsid,
-            until: Instant::now() + self.order.within,
-        };
-        self.dying.insert(w.index, dying);
+        self.deaths.add(w.index, &w.name, r.slot, ids, w.peer_nsid);
         Ok(())
     }
 
     fn wait_for_links(&mut self, pause: Duration) {
-        let mut gone = Vec::new();
-        let whole = self.events.gone(Instant::now() + pause, |index| gone.push(index));
-        for index in gone {
-            if let Some(dying) = self.dying.remove(&index) {
-                self.went = Instant::now();
-                self.progress = self.went;
-                self.tell(dying.slot, Ok(()));
-            }
-        }
-        let now = Instant::now();
-        // The kernel takes them in order, and thousands take it longer than one may: as long as some go the others
-        // are only waiting for their turn.
-        let turn = self.went + self.order.within;
-        for dying in self.dying.values_mut() {
-            dying.until = dying.until.max(turn);
-        }
-        // A link that went before it was waited for, or whose event was lost, is looked for by its index.
-        let look = !matches!(whole, Ok(true)) || self.progress.elapsed() > STALLED;
-        let due = |d: &Dying| look || now >= d.until;
-        let due: Vec<u32> = self.dying.iter().filter(|(_, d)| due(d)).map(|(i, _)| *i).collect();
-        for index in due {
-            let there = self.rtnl.link_at(index);
-            let Some(dying) = self.dying.get(&index) else { continue };
-            match there {
-                Ok(Some(l)) if l.name == dying.name && now < dying.until => {}
-                Ok(Some(l)) if l.name == dying.name => {
-                    if let Some(dying) = self.dying.remove(&index) {
-                        let late = self.late(&dying);
-                        self.tell(dying.slot, Err(late));
-                    }
-                }
-                Ok(_) => {
-                    if let Some(dying) = self.dying.remove(&index) {
-                        self.tell(dying.slot, Ok(()));
-                    }
-                }
-                Err(_) if now < dying.until => {}
-                Err(e) => {
-                    let e = op(self.layout, dying.slot).netlink("see its link gone", e);
-                    if let Some(dying) = self.dying.remove(&index) {
-                        self.tell(dying.slot, Err(e));
-                    }
-                }
-            }
-        }
-        if let Err(e) = whole {
-            // Looking by index goes on; only slower.
-            tracing::debug!("link events: {e}");
-            std::thread::sleep(TICK);
+        for (dying, fate) in self.deaths.wait(pause) {
+            let result = match fate {
+                Fate::Gone => Ok(()),
+                Fate::Late => Err(self.late(&dying)),
+                Fate::Unknown(e) => Err(op(self.layout, dying.slot).io("see its link gone", e)),
+            };
+            self.tell(dying.slot, result);
         }
     }
 

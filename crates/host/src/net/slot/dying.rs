@@ -1,0 +1,144 @@
+//! Slots whose namespaces lost their names, until the kernel tells that their links are gone.
+
+use std::collections::HashMap;
+use std::io;
+use std::time::{Duration, Instant};
+
+use hearth_core::network::SlotIndex;
+
+use crate::net::links::NameOf;
+use crate::net::netlink::NetlinkError;
+use crate::net::netns::NsId;
+use crate::net::rtnl::LinkEvents;
+
+/// Without an event for this long the links are looked for. The kernel takes a large batch longer than this before the
+/// first of its links goes.
+const QUIET: Duration = Duration::from_millis(300);
+/// A batch whose links stopped going for this long has stragglers that something holds.
+const STALLED: Duration = Duration::from_secs(1);
+/// Many links go at a thousand a second. Waking for each would disturb the kernel's worker, which waits for all
+/// processors once a tap (`synchronize_net` in tun_detach_all).
+const MANY: usize = 64;
+/// Time between two looks at the events then.
+const GATHER: Duration = Duration::from_millis(10);
+
+/// A slot whose namespace has lost its name.
+#[derive(Debug)]
+pub(super) struct Dying {
+    pub(super) slot: SlotIndex,
+    /// Name of the host's end.
+    pub(super) name: String,
+    pub(super) ids: Vec<NsId>,
+    pub(super) peer_nsid: Option<i32>,
+    until: Instant,
+}
+
+/// What became of one.
+#[derive(Debug)]
+pub(super) enum Fate {
+    Gone,
+    /// It is still there, and its time is over.
+    Late,
+    /// Its time is over, and nobody knows.
+    Unknown(io::Error),
+}
+
+/// All of one release.
+#[derive(Debug)]
+pub(super) struct Deaths {
+    events: LinkEvents,
+    names: NameOf,
+    /// Longest time without any that goes.
+    within: Duration,
+    /// By the index of the host's end.
+    dying: HashMap<u32, Dying>,
+    /// When a batch last began or something last went.
+    progress: Instant,
+    /// When something last went.
+    went: Instant,
+    looked: Instant,
+}
+
+impl Deaths {
+    /// Hears of every link that goes from now on.
+    pub(super) fn open(within: Duration) -> Result<Self, NetlinkError> {
+        let events = LinkEvents::open()?;
+        let names = NameOf::open().map_err(NetlinkError::Socket)?;
+        let now = Instant::now();
+        Ok(Self { events, names, within, dying: HashMap::new(), progress: now, went: now, looked: now })
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.dying.is_empty()
+    }
+
+    /// Whether no more than `n` are left, or what is left does not go.
+    pub(super) fn at_most(&self, n: usize) -> bool {
+        self.dying.len() <= n || self.progress.elapsed() > STALLED
+    }
+
+    /// A batch began.
+    pub(super) fn begun(&mut self) {
+        self.progress = Instant::now();
+    }
+
+    pub(super) fn add(
+        &mut self,
+        index: u32,
+        name: &str,
+        slot: SlotIndex,
+        ids: Vec<NsId>,
+        peer_nsid: Option<i32>,
+    ) {
+        let until = Instant::now() + self.within;
+        self.dying.insert(index, Dying { slot, name: name.to_owned(), ids, peer_nsid, until });
+    }
+
+    /// Waits for about `pause` at most; those whose fate is known are no longer among the dying.
+    pub(super) fn wait(&mut self, pause: Duration) -> Vec<(Dying, Fate)> {
+        let mut fates = Vec::new();
+        let mut gone = Vec::new();
+        if self.dying.len() > MANY {
+            std::thread::sleep(GATHER.min(pause));
+        }
+        let heard = self.events.gone(Instant::now() + pause, |index| gone.push(index));
+        for dying in gone.into_iter().filter_map(|index| self.dying.remove(&index)) {
+            self.went = Instant::now();
+            self.progress = self.went;
+            fates.push((dying, Fate::Gone));
+        }
+        let now = Instant::now();
+        // The kernel takes them in order, and thousands take it longer than one may: as long as some go the others
+        // are only waiting for their turn.
+        let turn = self.went + self.within;
+        for dying in self.dying.values_mut() {
+            dying.until = dying.until.max(turn);
+        }
+        // A link that went before it was waited for, or whose event was lost, is looked for by its index.
+        let quiet = self.progress.elapsed() > QUIET && self.looked.elapsed() > QUIET;
+        let look = quiet || !matches!(heard, Ok(true));
+        let due = |d: &Dying| look || now >= d.until;
+        let due: Vec<u32> = self.dying.iter().filter(|(_, d)| due(d)).map(|(i, _)| *i).collect();
+        if look {
+            self.looked = now;
+        }
+        for index in due {
+            let name = self.names.link(index);
+            let Some(dying) = self.dying.get(&index) else { continue };
+            let fate = match name {
+                Ok(Some(name)) if name == dying.name && now < dying.until => continue,
+                Ok(Some(name)) if name == dying.name => Fate::Late,
+                Ok(_) => Fate::Gone,
+                Err(_) if now < dying.until => continue,
+                Err(e) => Fate::Unknown(e),
+            };
+            fates.extend(self.dying.remove(&index).map(|dying| (dying, fate)));
+        }
+        if let Err(e) = heard {
+            // Looking by index goes on; only slower.
+            tracing::debug!("link events: {e}");
+            std::thread::sleep(pause);
+        }
+        fates
+    }
+}
