@@ -4,6 +4,7 @@
 
 mod cli;
 mod config;
+mod doctor;
 mod serve;
 mod shim;
 

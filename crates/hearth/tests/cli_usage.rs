@@ -213,6 +213,8 @@ fn every_subcommand_has_help_with_an_example() {
         "kernel ls",
         "kernel rm",
         "preflight",
+        "doctor",
+        "doctor report",
         "completions",
     ] {
         let args: Vec<&str> = command.split(' ').chain(["--help"]).collect();

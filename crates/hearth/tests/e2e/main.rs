@@ -9,6 +9,7 @@ mod bad_input;
 mod clean;
 mod collisions;
 mod dirty;
+mod doctor;
 mod drain;
 mod firecracker;
 mod guest;
