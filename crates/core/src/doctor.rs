@@ -9,6 +9,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::layout::Parent;
 use crate::process::ProcessIdentity;
 use crate::resource::Kind;
 use crate::stuck::Holder;
@@ -207,6 +208,12 @@ pub struct Thing {
     pub undead: bool,
     /// Why it is not ours, if it is not.
     pub foreign: Option<String>,
+    /// Of a process, where that was looked at.
+    pub parent: Option<Parent>,
+    /// Processes that have it open.
+    pub holders: Vec<u32>,
+    /// Of a VMM: somebody is connected to its API socket.
+    pub connected: bool,
 }
 
 impl Thing {
@@ -224,6 +231,9 @@ impl Thing {
             tasks: Vec::new(),
             undead: false,
             foreign: None,
+            parent: None,
+            holders: Vec::new(),
+            connected: false,
         }
     }
 }

@@ -7,6 +7,7 @@ pub mod exit;
 pub mod host;
 pub mod id;
 pub mod image;
+pub mod layout;
 pub mod lifecycle;
 pub mod network;
 pub mod plan;

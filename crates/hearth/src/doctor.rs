@@ -2,13 +2,16 @@
 //! three together. Changes nothing, and goes on where one of the three cannot be asked.
 
 mod claims;
+pub(crate) mod layouts;
 
 use std::collections::BTreeMap;
+use std::future::Future;
 use std::time::{Duration, Instant};
 
 use hearth_core::doctor::{
     self, Daemon, Disagreement, Item, ItemKind, Limit, Look, Room, State, judge, settle,
 };
+use hearth_core::layout::Layout;
 use hearth_host::kernel_host::HostConfig;
 use hearth_host::{facts, limits, process, survey};
 use serde::Serialize;
@@ -74,27 +77,63 @@ pub(crate) fn host_config(config: &Config) -> HostConfig {
 /// Looks at this project's own instance.
 pub(crate) async fn diagnose(config: &Config, source: &Source) -> Diagnosis {
     let begun = Instant::now();
-    let mut last = look(config, source).await;
-    let (mut looks, mut passing) = (1, 0);
-    if last.look.is_suspicious() {
-        tokio::time::sleep(PAUSE).await;
-        let mut next = look(config, source).await;
-        (next.look, passing) = settle(&last.look, next.look);
-        // What one of the looks could not see is not confirmed.
-        next.unseen.extend(last.unseen);
-        next.unseen.sort();
-        next.unseen.dedup();
-        last = next;
-        looks = 2;
-    }
-    let (config_, pid) = (config.clone(), last.daemon.pid);
+    let (last, looks, passing) = twice(|| look(config, source)).await;
+    let (subject, pid) = (config.clone(), last.daemon.pid);
     let limits = blocking(move || {
-        let state_dir = config_.instance_state_dir();
-        let slots = u64::from(config_.network.cidr.slot_capacity());
+        let state_dir = subject.instance_state_dir();
+        let slots = u64::from(subject.network.cidr.slot_capacity());
         limits::look(&limits::Subject { slots, state_dir: &state_dir, daemon: pid })
     })
     .await
     .unwrap_or_default();
+    let about = About { layout: "hearth", instance: config.instance.as_str(), begun, looks, passing };
+    assemble(last, limits, &about)
+}
+
+/// Looks at a host that runs another orchestrator.
+///
+/// # Errors
+/// If its processes cannot be listed.
+pub(crate) async fn diagnose_layout(layout: &Layout) -> Result<Diagnosis, String> {
+    let begun = Instant::now();
+    let (last, looks, passing) = twice(|| look_layout(layout)).await;
+    let slots = u64::from(layout.slots.last - layout.slots.first + 1);
+    let pid = last.daemon.pid;
+    let limits = blocking(move || {
+        limits::look(&limits::Subject { slots, state_dir: std::path::Path::new("/"), daemon: pid })
+    })
+    .await?;
+    let about = About { layout: &layout.name, instance: "", begun, looks, passing };
+    Ok(assemble(last, limits, &about))
+}
+
+/// One look, and a second one if it is suspicious: what that came to, how many there were, and what was passing.
+async fn twice<F: Future<Output = Looked>>(look: impl Fn() -> F) -> (Looked, u32, usize) {
+    let first = look().await;
+    if !first.look.is_suspicious() {
+        return (first, 1, 0);
+    }
+    tokio::time::sleep(PAUSE).await;
+    let mut second = look().await;
+    let (settled, passing) = settle(&first.look, second.look);
+    second.look = settled;
+    // What one of the looks could not see is not confirmed.
+    second.unseen.extend(first.unseen);
+    second.unseen.sort();
+    second.unseen.dedup();
+    (second, 2, passing)
+}
+
+/// What a diagnosis is about, and how it came about.
+struct About<'a> {
+    layout: &'a str,
+    instance: &'a str,
+    begun: Instant,
+    looks: u32,
+    passing: usize,
+}
+
+fn assemble(last: Looked, limits: Vec<Limit>, about: &About<'_>) -> Diagnosis {
     let Look { items, disagreements } = last.look;
     let mut counts: BTreeMap<ItemKind, BTreeMap<State, usize>> = BTreeMap::new();
     for item in &items {
@@ -105,12 +144,12 @@ pub(crate) async fn diagnose(config: &Config, source: &Source) -> Diagnosis {
         + limits.iter().filter(|l| l.result == Room::Fail).count();
     Diagnosis {
         schema: doctor::SCHEMA,
-        layout: "hearth".into(),
-        instance: config.instance.to_string(),
+        layout: about.layout.to_owned(),
+        instance: about.instance.to_owned(),
         taken_at_ms: crate::cli::now_ms(),
-        took_ms: u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX),
-        looks,
-        passing,
+        took_ms: u64::try_from(about.begun.elapsed().as_millis()).unwrap_or(u64::MAX),
+        looks: about.looks,
+        passing: about.passing,
         host: host_seen(),
         daemon: last.daemon,
         counts,
@@ -120,6 +159,25 @@ pub(crate) async fn diagnose(config: &Config, source: &Source) -> Diagnosis {
         limits,
         unseen: last.unseen,
     }
+}
+
+async fn look_layout(layout: &Layout) -> Looked {
+    let wanted = layout.clone();
+    let taken = blocking(move || survey::other::take(&wanted, SCAN)).await;
+    let (survey, daemons) = match taken.and_then(|taken| taken.map_err(|e| format!("process: /proc: {e}"))) {
+        Ok((survey, daemons)) => (survey, daemons),
+        Err(why) => {
+            // Without the processes nothing can be said of anything.
+            let daemon =
+                DaemonSeen { state: "silent", pid: None, address: String::new(), why: Some(why.clone()) };
+            return Looked { look: Look::default(), daemon, unseen: vec![why] };
+        }
+    };
+    let state = if daemons.is_empty() { "down" } else { "up" };
+    let pid = daemons.first().map(|(pid, _)| *pid);
+    let daemon = DaemonSeen { state, pid, address: String::new(), why: None };
+    let look = hearth_core::layout::judge(layout, survey.scene, &daemons);
+    Looked { look, daemon, unseen: survey.unseen }
 }
 
 pub(crate) fn host_seen() -> HostSeen {

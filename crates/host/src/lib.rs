@@ -17,6 +17,7 @@ pub mod mount;
 pub mod mountinfo;
 pub mod net;
 pub mod process;
+mod program;
 pub mod sparse;
 pub mod survey;
 pub mod test_support;

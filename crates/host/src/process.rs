@@ -236,6 +236,30 @@ pub fn comm(pid: u32) -> Option<String> {
     stat::read(pid).ok().map(|s| s.comm)
 }
 
+/// A process as its line in `/proc` shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seen {
+    /// Its name, at most 15 bytes.
+    pub comm: String,
+    /// Pid of its parent.
+    pub parent: u32,
+    /// Clock ticks after boot.
+    pub start_time: u64,
+}
+
+/// Looks at a process; nothing if it is gone or a zombie.
+///
+/// # Errors
+/// If it is there and cannot be looked at.
+pub fn look(pid: u32) -> io::Result<Option<Seen>> {
+    match stat::read(pid) {
+        Ok(stat) if stat.ended() => Ok(None),
+        Ok(stat) => Ok(Some(Seen { comm: stat.comm, parent: stat.parent, start_time: stat.start_time })),
+        Err(e) if stat::says_absent(&e) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
 /// When a process that began so many clock ticks after boot did so, in milliseconds since the Unix epoch.
 #[must_use]
 pub fn started_ms(start_time: u64) -> Option<u64> {

@@ -4,9 +4,11 @@
 
 mod cgroups;
 mod nbd;
+pub mod other;
+mod procs;
 mod slots;
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::mpsc;
@@ -40,60 +42,65 @@ struct Scan {
 /// A scan, and the kinds it is the only one to see.
 struct Job {
     kinds: &'static [ItemKind],
-    run: fn(&HostConfig) -> Scan,
+    run: Box<dyn FnOnce() -> Scan + Send>,
 }
 
-const JOBS: [Job; 9] = [
-    Job { kinds: &[ItemKind::Netns], run: slots::namespaces },
-    Job { kinds: &[ItemKind::Veth], run: slots::links },
-    Job { kinds: &[ItemKind::Tap], run: slots::taps },
-    Job { kinds: &[ItemKind::SandboxFirewall], run: slots::firewalls },
-    Job { kinds: &[ItemKind::HostFirewall], run: host_firewall },
-    Job { kinds: &[ItemKind::Cgroup, ItemKind::Process], run: cgroups::scan },
-    Job { kinds: &[ItemKind::Directory], run: directories },
-    Job { kinds: &[ItemKind::Mount], run: mounts },
-    Job { kinds: &[ItemKind::Nbd], run: nbd::scan },
-];
-
-/// Looks at everything, in parallel, for at most `within`.
+/// Looks at everything of an instance, in parallel, for at most `within`.
 #[must_use]
 pub fn take(config: &HostConfig, within: Duration) -> Survey {
+    type Run = fn(&HostConfig) -> Scan;
+    const JOBS: [(&[ItemKind], Run); 9] = [
+        (&[ItemKind::Netns], slots::namespaces),
+        (&[ItemKind::Veth], slots::links),
+        (&[ItemKind::Tap], slots::taps),
+        (&[ItemKind::SandboxFirewall], slots::firewalls),
+        (&[ItemKind::HostFirewall], host_firewall),
+        (&[ItemKind::Cgroup, ItemKind::Process], cgroups::scan),
+        (&[ItemKind::Directory], directories),
+        (&[ItemKind::Mount], mounts),
+        (&[ItemKind::Nbd], |_| nbd::scan(nbd::Of::Instance)),
+    ];
+    let job = |(kinds, run): (&'static [ItemKind], Run)| {
+        let config = config.clone();
+        Job { kinds, run: Box::new(move || run(&config)) }
+    };
+    in_parallel(JOBS.map(job).into(), within)
+}
+
+fn in_parallel(jobs: Vec<Job>, within: Duration) -> Survey {
     let deadline = Instant::now() + within;
     let (send, receive) = mpsc::channel();
     let mut survey = Survey::default();
-    let mut open: BTreeSet<usize> = BTreeSet::new();
-    for (n, job) in JOBS.iter().enumerate() {
-        let (send, config) = (send.clone(), config.clone());
-        let run = move || {
-            // Nobody listens any more if the time is over.
-            drop(send.send((n, (job.run)(&config))));
-        };
+    let mut open: BTreeMap<usize, &'static [ItemKind]> = BTreeMap::new();
+    for (n, Job { kinds, run }) in jobs.into_iter().enumerate() {
+        let send = send.clone();
+        // Nobody listens any more if the time is over.
+        let run = move || drop(send.send((n, run())));
         // Not joined: one that hangs in the kernel could not be.
-        match std::thread::Builder::new().name(format!("scan-{}", job.kinds[0])).spawn(run) {
-            Ok(_) => drop(open.insert(n)),
-            Err(e) => survey.unseen.push(format!("{}: no thread for the scan: {e}", words(job))),
+        match std::thread::Builder::new().name(format!("scan-{}", kinds[0])).spawn(run) {
+            Ok(_) => drop(open.insert(n, kinds)),
+            Err(e) => survey.unseen.push(format!("{}: no thread for the scan: {e}", words(kinds))),
         }
     }
     drop(send);
     while !open.is_empty() {
         let left = deadline.saturating_duration_since(Instant::now());
         let Ok((n, scan)) = receive.recv_timeout(left) else { break };
-        open.remove(&n);
-        if scan.unseen.is_empty() {
-            survey.scene.whole.extend(JOBS[n].kinds);
+        if let Some(kinds) = open.remove(&n).filter(|_| scan.unseen.is_empty()) {
+            survey.scene.whole.extend(kinds);
         }
         survey.scene.things.extend(scan.things);
         survey.unseen.extend(scan.unseen);
     }
-    for n in open {
-        survey.unseen.push(format!("{}: the scan is not done after {within:?}", words(&JOBS[n])));
+    for kinds in open.into_values() {
+        survey.unseen.push(format!("{}: the scan is not done after {within:?}", words(kinds)));
     }
     survey.unseen.sort();
     survey
 }
 
-fn words(job: &Job) -> String {
-    job.kinds.iter().map(|k| k.as_str()).collect::<Vec<_>>().join(", ")
+fn words(kinds: &[ItemKind]) -> String {
+    kinds.iter().map(|k| k.as_str()).collect::<Vec<_>>().join(", ")
 }
 
 /// Turns a census into things: `each` adds what is known besides, and gives nothing for what is gone by now.

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Subcommand;
+use hearth_core::layout::Layout;
 
 use super::Context;
 use super::configured::StateArgs;
@@ -14,13 +15,14 @@ use super::error::{self, CliError};
 use super::{out, parse};
 use crate::config::Config;
 use crate::config::layers::Loaded;
-use crate::doctor::{Diagnosis, Source, diagnose};
+use crate::doctor::{Diagnosis, Source, diagnose, diagnose_layout, layouts};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
   hearth doctor
   hearth doctor --all
   hearth doctor --watch 10s
+  hearth doctor --layout e2b
   hearth doctor --json | jq '.items[] | select(.state == \"leaked\")'
   hearth doctor report --to report.json
 
@@ -48,6 +50,9 @@ pub(super) struct DoctorArgs {
 pub(super) struct LookArgs {
     #[command(flatten)]
     state: StateArgs,
+    /// Whose things: hearth, e2b, or a file that describes another orchestrator's
+    #[arg(long, value_name = "NAME|FILE", default_value = "hearth")]
+    layout: String,
 }
 
 #[derive(Debug, Subcommand)]
@@ -107,8 +112,17 @@ impl LookArgs {
         self.state.load()
     }
 
+    /// Another orchestrator's layout; nothing for our own.
+    pub(super) fn layout(&self) -> Result<Option<Layout>, CliError> {
+        layouts::load(&self.layout).map_err(|why| CliError::usage("--layout", why))
+    }
+
     /// One diagnosis.
     pub(super) async fn diagnose(&self, context: &Context) -> Result<Diagnosis, CliError> {
+        if let Some(layout) = self.layout()? {
+            let failed = |why| CliError::failed("cannot look at this host", why);
+            return diagnose_layout(&layout).await.map_err(failed);
+        }
         let config = self.loaded()?.config;
         Ok(diagnose(&config, &source(&config, context)).await)
     }

@@ -14,6 +14,7 @@ mod drain;
 mod firecracker;
 mod guest;
 mod http;
+mod layout;
 mod matrix;
 mod net;
 mod node;

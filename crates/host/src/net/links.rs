@@ -6,7 +6,7 @@ use std::ffi::CStr;
 use std::fs;
 use std::io;
 use std::net::UdpSocket;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 
 use hearth_core::network::{SlotIndex, SlotLayout};
 
@@ -63,6 +63,38 @@ pub fn indexes(layout: &SlotLayout) -> Result<HashMap<String, u32>> {
     let links =
         with_prefix(&mut rtnl, layout.veth_prefix.as_str()).map_err(|e| op.netlink("list links", e))?;
     Ok(links.into_iter().map(|link| (link.name, link.index)).collect())
+}
+
+/// A link that a layout calls a slot's.
+#[derive(Debug)]
+pub(crate) struct End {
+    pub(crate) slot: u32,
+    pub(crate) name: String,
+    pub(crate) index: u32,
+    /// Its other end is in the slot's namespace.
+    pub(crate) inside: bool,
+}
+
+/// The links with a prefix that `slot_of` gives a slot to, and its namespace if there is one.
+pub(crate) fn ends(
+    prefix: &str,
+    slot_of: impl Fn(&str) -> Option<(u32, Option<fs::File>)>,
+) -> Result<Vec<End>> {
+    let op = Op::new("census", "links");
+    let mut rtnl = Rtnl::open().map_err(|e| op.netlink("open a route socket", e))?;
+    let links = with_prefix(&mut rtnl, prefix).map_err(|e| op.netlink("list links", e))?;
+    let mut found = Vec::new();
+    for link in links {
+        let Some((slot, namespace)) = slot_of(&link.name) else { continue };
+        let known = match (&namespace, link.peer_nsid) {
+            // A name that stands for no namespace has no id.
+            (Some(file), Some(_)) => rtnl.nsid(file.as_fd()).ok().flatten(),
+            _ => None,
+        };
+        let inside = link.kind == "veth" && known.is_some() && known == link.peer_nsid;
+        found.push(End { slot, name: link.name, index: link.index, inside });
+    }
+    Ok(found)
 }
 
 fn names_with(prefix: &str) -> std::result::Result<Vec<String>, NetlinkError> {

@@ -25,6 +25,11 @@ pub(crate) fn in_instance(pid: u32, instance: &str) -> bool {
     })
 }
 
+/// The path of a process's cgroup2, if it can be read.
+pub(crate) fn path_of(pid: u32) -> Option<String> {
+    path_in(&std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?).map(str::to_owned)
+}
+
 /// The line of cgroup2 (cgroups(7)): hierarchy 0, no controllers.
 fn path_in(text: &str) -> Option<&str> {
     text.lines().find_map(|line| line.strip_prefix("0::"))

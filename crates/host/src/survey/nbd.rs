@@ -8,11 +8,30 @@ use hearth_core::doctor::{Identity, ItemKind, Thing};
 use hearth_core::id::SandboxId;
 
 use super::Scan;
-use crate::kernel_host::HostConfig;
 
-pub(super) fn scan(_: &HostConfig) -> Scan {
+/// Whose devices are looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Of {
+    /// Of this project: the backend names a sandbox.
+    Instance,
+    /// Of an orchestrator that gives no backend: who has one, only the connecting task tells.
+    Nameless,
+}
+
+pub(super) fn scan(of: Of) -> Scan {
     match connected(Path::new("/sys/block")) {
-        Ok(things) => Scan { things, unseen: vec![] },
+        Ok(things) if of == Of::Instance => Scan { things, unseen: vec![] },
+        Ok(things) => {
+            let nameless = |t: Thing| match (&t.identity, &t.foreign) {
+                (Identity::Device { backend, .. }, _) if backend.is_empty() => Thing { foreign: None, ..t },
+                (_, None) => {
+                    Thing { foreign: Some("its backend names a sandbox of another kind".into()), ..t }
+                }
+                _ => t,
+            };
+            let things = things.into_iter().map(nameless).map(|t| Thing { sandbox: None, ..t }).collect();
+            Scan { things, unseen: vec![] }
+        }
         Err(e) => Scan { things: vec![], unseen: vec![format!("nbd: /sys/block: {e}")] },
     }
 }

@@ -14,7 +14,7 @@ use crate::cli::client::Client;
 use crate::cli::error::{self, CliError};
 use crate::cli::{out, preflight};
 use crate::config::Config;
-use crate::doctor::{diagnose, host_config};
+use crate::doctor::host_config;
 
 /// Files of the kernel that say how the host is doing.
 const OF_THE_KERNEL: [&str; 7] = [
@@ -38,7 +38,7 @@ pub(super) async fn write(look: &LookArgs, to: &Path, context: &Context) -> Resu
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(failed)?;
     let config = &loaded.config;
     let source = source(config, context);
-    let diagnosis = diagnose(config, &source).await;
+    let diagnosis = look.diagnose(context).await?;
     let node = match Client::connect(&source.addr, true).await {
         Ok(client) => client.nodes().info(hearth_api::v1::InfoRequest {}).await.map_or_else(
             |status| json!({ "error": status.message() }),

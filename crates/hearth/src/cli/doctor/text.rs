@@ -31,7 +31,7 @@ pub(super) fn diagnosis(d: &Diagnosis, all: bool, width: Option<usize>) -> Strin
         std::iter::once(kind.to_string()).chain(State::ALL.iter().map(number)).collect()
     });
     if d.counts.is_empty() {
-        text.push_str("\nNothing of this instance is on this host.\n");
+        text.push_str("\nNothing of it is on this host.\n");
     } else {
         text.push('\n');
         text.push_str(&view::table(&header, rows));
@@ -68,11 +68,17 @@ pub(super) fn diagnosis(d: &Diagnosis, all: bool, width: Option<usize>) -> Strin
 fn heading(d: &Diagnosis, width: Option<usize>) -> String {
     let pid = d.daemon.pid.map(|pid| format!(" (pid {pid})")).unwrap_or_default();
     let state = match (d.daemon.state, &d.daemon.why) {
+        ("up", _) if d.daemon.address.is_empty() => format!("up{pid}"),
         ("up", _) => format!("up{pid} at {}", d.daemon.address),
+        ("down", _) if d.instance.is_empty() => "down: no process of its name runs".to_owned(),
         ("down", _) => "down: nobody holds the instance's lock".to_owned(),
         (_, why) => format!("silent: {}", why.as_deref().unwrap_or("it does not answer")),
     };
-    let mut text = wrapped("", "", &format!("Instance {}, layout {}.", d.instance, d.layout), width);
+    let whose = match d.instance.as_str() {
+        "" => format!("Layout {}.", d.layout),
+        instance => format!("Instance {instance}, layout {}.", d.layout),
+    };
+    let mut text = wrapped("", "", &whose, width);
     text.push_str(&wrapped("", "", &format!("Daemon {state}."), width));
     text
 }
