@@ -12,6 +12,7 @@ pub mod lifecycle;
 pub mod network;
 pub mod plan;
 pub mod process;
+pub mod reclaim_plan;
 pub mod reconcile;
 pub mod record;
 pub mod resource;

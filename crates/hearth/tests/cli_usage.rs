@@ -215,6 +215,8 @@ fn every_subcommand_has_help_with_an_example() {
         "preflight",
         "doctor",
         "doctor report",
+        "reclaim plan",
+        "reclaim apply",
         "completions",
     ] {
         let args: Vec<&str> = command.split(' ').chain(["--help"]).collect();

@@ -18,6 +18,7 @@ pub mod mountinfo;
 pub mod net;
 pub mod process;
 mod program;
+pub mod reclaim;
 pub mod sparse;
 pub mod survey;
 pub mod test_support;

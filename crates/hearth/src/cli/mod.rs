@@ -13,6 +13,7 @@ mod out;
 mod parse;
 mod preflight;
 mod progress;
+mod reclaim;
 mod reconcile;
 mod run;
 mod sandboxes;
@@ -104,6 +105,9 @@ enum Command {
     /// Show what there is of an instance, whose it is and why; changes nothing
     #[command(after_help = doctor::EXAMPLES)]
     Doctor(doctor::DoctorArgs),
+    /// Plan and remove what is nobody's, also on hosts of another orchestrator
+    #[command(subcommand)]
+    Reclaim(reclaim::ReclaimCommand),
     /// Print a completion script for a shell
     #[command(
         after_help = "Examples:\n  hearth completions bash > /etc/bash_completion.d/hearth\n  hearth completions zsh > ~/.zfunc/_hearth\n  hearth completions fish > ~/.config/fish/completions/hearth.fish"
@@ -175,6 +179,7 @@ fn dispatch(command: Command, context: &Context) -> Result<ExitCode, CliError> {
         Command::Node(command) => block_on(node::run(command, context)),
         Command::Preflight(args) => preflight::run(&args, context),
         Command::Doctor(args) => block_on(doctor::run(args, context)),
+        Command::Reclaim(command) => block_on(reclaim::run(command, context)),
     };
     code.map(ExitCode::from)
 }

@@ -117,11 +117,14 @@ fn holder(
     instance: &hearth_core::id::InstanceName,
 ) -> Result<Option<Option<u32>>, String> {
     let held = lock::holder(&run_dir.join("lock")).map_err(|e| format!("{}: {e}", run_dir.display()))?;
-    if held.is_some() {
+    // A reclaim by hand holds both itself while it looks.
+    let others = |held: Option<Option<u32>>| held.filter(|pid| *pid != Some(std::process::id()));
+    if others(held).is_some() {
         return Ok(held);
     }
     let Ok(cgroups) = Cgroups::locate(instance) else { return Ok(None) };
-    lock::holder(cgroups.root()).map_err(|e| format!("{}: {e}", cgroups.root().display()))
+    let held = lock::holder(cgroups.root()).map_err(|e| format!("{}: {e}", cgroups.root().display()))?;
+    Ok(others(held))
 }
 
 fn recorded(record: &Record, liveness: impl Fn(&ProcessIdentity) -> Liveness) -> Recorded {

@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use hearth_testkit::netns::Throwaway;
 use serde_json::Value;
@@ -21,7 +22,7 @@ pub struct Dirty {
 }
 
 /// Why these tests cannot run here.
-fn tools_missing(test: &str) -> bool {
+pub fn tools_missing(test: &str) -> bool {
     if cannot(test, false) {
         return true;
     }
@@ -47,16 +48,23 @@ impl Dirty {
     pub fn make(slots: u32, processes: u32) -> Self {
         let dir = tempfile::Builder::new().prefix("hxl").tempdir_in("/tmp").unwrap();
         let netns = Throwaway::new("e2b").unwrap();
-        let instance = format!("l{}", std::process::id() % 100_000);
-        // Names in /run/netns are the whole machine's: numbers of its own for each test process.
-        let first = 20_000 + std::process::id() % 5_000 * 2;
+        // Names in /run/netns and cgroups are the whole machine's: numbers and names of its own for each host.
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let (pid, n) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let instance = format!("l{pid}n{n}");
+        let first = 101 + (pid + n) % 15 * 2_100;
         let layout = dir.path().join("e2b.toml");
         let (_, built_in) = hearth_core::layout::BUILT_IN[0];
         let files = format!("directories = [{:?}]", dir.path());
-        let text = built_in
+        let own = |text: String, name: &str| {
+            text.replace(&format!("\"{name}-{{sandbox}}"), &format!("\"{name}-i{instance}x{{sandbox}}"))
+        };
+        let text = ["fc", "uffd", "fc-metrics", "sbx"].into_iter().fold(built_in.to_owned(), own);
+        let text = text
             .replace("directories = [\"/tmp\", \"/orchestrator/sandbox\"]", &files)
-            .replace("first = 1\nlast = 32766", &format!("first = {first}\nlast = {}", first + slots + 100));
+            .replace("first = 1\nlast = 32766", &format!("first = {first}\nlast = {}", first + slots + 50));
         assert!(text.contains(&files) && text.contains(&format!("first = {first}")));
+        assert_eq!(text.matches(&format!("-i{instance}x{{sandbox}}")).count(), 4, "{text}");
         fs::write(&layout, text).unwrap();
         let dirty = Self { netns, dir, layout, instance, first };
         dirty.host("ip", &["link", "set", "lo", "up"]);
@@ -97,6 +105,17 @@ impl Dirty {
     pub fn json(&self, args: &[&str]) -> Value {
         let out = self.hearth(args);
         serde_json::from_slice(&out.stdout).unwrap_or_else(|e| panic!("{e}: {}", text(&out.stderr)))
+    }
+
+    /// A file with the name of one of its sandboxes.
+    pub fn file(&self, kind: &str, rest: &str) -> PathBuf {
+        self.dir.path().join(format!("{kind}-i{}x{rest}", self.instance))
+    }
+
+    /// The address of a slot in a rule.
+    pub fn address(&self, n: u32) -> String {
+        let slot = self.slot(n);
+        format!("10.11.{}.{}/32", slot >> 8, slot & 255)
     }
 
     pub fn slot(&self, n: u32) -> u32 {
@@ -150,14 +169,14 @@ fn doctor_tells_orphans_from_what_somebody_has() {
         .args([&format!("--net=/run/netns/{inside}"), "sleep", "600"])
         .spawn()
         .unwrap();
-    let held = dirty.dir.path().join("fc-held-rnd.sock");
+    let held = dirty.file("fc", "held-rnd.sock");
     let listener = UnixListener::bind(&held).unwrap();
     let client = UnixStream::connect(&held).unwrap();
     let last = dirty.slot(50);
     dirty.host("ip", &["link", "add", &format!("veth-{last}"), "type", "veth", "peer", "name", "other"]);
     let drop_rule = ["-A", "FORWARD", "-i", &format!("veth-{}", dirty.slot(0)), "-j", "DROP"];
     dirty.host("iptables", &drop_rule);
-    fs::write(dirty.dir.path().join("uffd-a-b.sock"), "a file").unwrap();
+    fs::write(dirty.file("uffd", "a-b.sock"), "a file").unwrap();
 
     let before = dirty.rules();
     let diagnosis = dirty.json(&["doctor", "--json"]);
@@ -168,22 +187,13 @@ fn doctor_tells_orphans_from_what_somebody_has() {
         |all: &[String], kind: &str| all.iter().filter(|i| i.starts_with(&format!("{kind} "))).count();
     assert_eq!(count(&leaked, "netns"), 5, "{diagnosis:#}");
     assert_eq!(count(&leaked, "process"), 3, "{diagnosis:#}");
-    // Of machines whose cgroups are shared, those of this test alone.
-    let own = |all: &[String], kind: &str| {
-        all.iter()
-            .filter(|i| i.starts_with(&format!("{kind} ")) && i.contains(&format!("i{}x", dirty.instance)))
-            .count()
-    };
-    assert_eq!(
-        (own(&leaked, "cgroup"), own(&leaked, "socket"), own(&leaked, "fifo")),
-        (3, 6, 3),
-        "{leaked:#?}"
-    );
+    let files = ["cgroup", "socket", "fifo"].map(|kind| count(&leaked, kind));
+    assert_eq!(files, [3, 6, 3], "{leaked:#?}");
     assert_eq!(count(&leaked, "rule"), 5 * 6, "{diagnosis:#}");
     assert!(foreign.contains(&format!("netns {inside}")), "{foreign:#?}");
     assert!(foreign.contains(&format!("process {}", stranger.id())), "{foreign:#?}");
     assert!(foreign.contains(&format!("veth veth-{last}")), "{foreign:#?}");
-    assert!(foreign.iter().any(|i| i.contains("uffd-a-b.sock")), "{foreign:#?}");
+    assert!(foreign.iter().any(|i| i.contains("xa-b.sock")), "{foreign:#?}");
     assert!(live.contains(&format!("socket {}", held.display())), "{live:#?}");
     let said = diagnosis.to_string();
     assert!(!said.contains("-j DROP"), "a rule that mentions a slot by accident is taken for its own");

@@ -19,6 +19,7 @@ mod matrix;
 mod net;
 mod node;
 mod probe;
+mod reclaim;
 mod reconcile;
 mod restart;
 mod running;
