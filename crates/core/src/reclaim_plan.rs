@@ -125,7 +125,7 @@ fn does(kind: ItemKind) -> &'static str {
         ItemKind::Process => "SIGTERM, after the grace SIGKILL, and wait for its end",
         ItemKind::Socket | ItemKind::Fifo | ItemKind::File => "unlink",
         ItemKind::Directory => "remove it with its contents",
-        ItemKind::Cgroup => "kill what is left in it, and rmdir",
+        ItemKind::Cgroup => "remove it when it is empty; what is left in one of our own is killed first",
         ItemKind::Rule => "delete it, with all others of its table in one transaction",
         ItemKind::Veth => "delete the link",
         _ => "unmount and unlink its name, and wait until its link is gone",

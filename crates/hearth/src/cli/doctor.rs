@@ -12,6 +12,7 @@ use hearth_core::layout::Layout;
 use super::Context;
 use super::configured::StateArgs;
 use super::error::{self, CliError};
+use super::signals::Signals;
 use super::{out, parse};
 use crate::config::Config;
 use crate::config::layers::Loaded;
@@ -82,8 +83,14 @@ pub(super) async fn run(args: DoctorArgs, context: &Context) -> Result<u8, CliEr
         }
         return Ok(code(&diagnosis));
     };
+    let mut signals = Signals::new()?;
+    let mut last = error::OK;
     loop {
-        let diagnosis = args.look.diagnose(context).await?;
+        let diagnosis = tokio::select! {
+            diagnosis = args.look.diagnose(context) => diagnosis?,
+            _ = signals.next() => return Ok(last),
+        };
+        last = code(&diagnosis);
         if context.json {
             let line = serde_json::to_string(&diagnosis);
             out::line(&line.map_err(|e| CliError::failed("cannot write output", e.to_string()))?)?;
@@ -93,10 +100,7 @@ pub(super) async fn run(args: DoctorArgs, context: &Context) -> Result<u8, CliEr
         }
         tokio::select! {
             () = tokio::time::sleep(Duration::from_secs(seconds.max(1))) => {}
-            stopped = tokio::signal::ctrl_c() => {
-                stopped.map_err(|e| CliError::failed("cannot wait for Ctrl-C", e.to_string()))?;
-                return Ok(code(&diagnosis));
-            }
+            _ = signals.next() => return Ok(last),
         }
     }
 }

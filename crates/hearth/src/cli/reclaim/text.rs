@@ -57,9 +57,13 @@ pub(super) fn plan(plan: &ReclaimPlan, diagnosis: &Diagnosis, to: Option<&Path>)
     text
 }
 
-/// Whether an outcome has a line of its own.
+/// Whether an outcome has a line of its own: what went wrong always, what was not wanted never.
 pub(super) fn is_told(total: usize, outcome: &Outcome) -> bool {
-    total <= MANY || matches!(outcome, Outcome::Refused(_) | Outcome::Failed(_))
+    match outcome {
+        Outcome::Refused(_) | Outcome::Failed(_) => true,
+        Outcome::Removed | Outcome::Gone => total <= MANY,
+        Outcome::Skipped(_) => false,
+    }
 }
 
 /// One line while it goes on.
