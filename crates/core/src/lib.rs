@@ -2,14 +2,17 @@
 //! printed, compared and tested without a kernel.
 
 pub mod agent;
+pub mod doctor;
 pub mod exit;
 pub mod host;
 pub mod id;
 pub mod image;
+pub mod layout;
 pub mod lifecycle;
 pub mod network;
 pub mod plan;
 pub mod process;
+pub mod reclaim_plan;
 pub mod reconcile;
 pub mod record;
 pub mod resource;

@@ -4,6 +4,8 @@
 
 mod cli;
 mod config;
+mod doctor;
+mod reclaim;
 mod serve;
 mod shim;
 

@@ -213,6 +213,10 @@ fn every_subcommand_has_help_with_an_example() {
         "kernel ls",
         "kernel rm",
         "preflight",
+        "doctor",
+        "doctor report",
+        "reclaim plan",
+        "reclaim apply",
         "completions",
     ] {
         let args: Vec<&str> = command.split(' ').chain(["--help"]).collect();

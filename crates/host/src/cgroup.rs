@@ -339,7 +339,7 @@ fn pidfds(path: &Path) -> io::Result<Vec<OwnedFd>> {
     Ok(found)
 }
 
-fn pids_below(path: &Path) -> io::Result<Vec<u32>> {
+pub(crate) fn pids_below(path: &Path) -> io::Result<Vec<u32>> {
     let text = match fs::read_to_string(path.join("cgroup.procs")) {
         Ok(text) => text,
         Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ENODEV)) => return Ok(Vec::new()),
@@ -369,7 +369,7 @@ fn children(path: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(dirs)
 }
 
-fn remove_tree(path: &Path) -> io::Result<()> {
+pub(crate) fn remove_tree(path: &Path) -> io::Result<()> {
     for child in children(path)? {
         remove_tree(&child)?;
     }

@@ -210,7 +210,7 @@ pub fn nofile_limits() -> (Option<u64>, Option<u64>) {
     (limit.current, limit.maximum)
 }
 
-fn number(path: &str) -> io::Result<u64> {
+pub(crate) fn number(path: &str) -> io::Result<u64> {
     let text = fs::read_to_string(path)?;
     text.trim().parse().map_err(|_| {
         io::Error::new(io::ErrorKind::InvalidData, format!("{path} holds {text:?}, not a number"))

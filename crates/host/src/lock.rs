@@ -188,6 +188,32 @@ pub fn is_held(run_dir: &Path) -> io::Result<bool> {
     }
 }
 
+/// Who holds a lock of either kind, by the kernel's own list: an inner nothing is a process that cannot be named.
+/// Takes nothing, so that it may be asked at any time and without a right to lock.
+///
+/// # Errors
+/// If the file exists and cannot be looked at, or the list cannot be read.
+pub fn holder(path: &Path) -> io::Result<Option<Option<u32>>> {
+    let meta = match std::fs::metadata(path) {
+        Ok(meta) => meta,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(e),
+    };
+    let locks = std::fs::read_to_string("/proc/locks")?;
+    Ok(exclusive_in(&locks, meta.ino()))
+}
+
+/// The holder of an exclusive `flock` on this inode.
+fn exclusive_in(locks: &str, inode: u64) -> Option<Option<u32>> {
+    let suffix = format!(":{inode}");
+    locks.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+        let held =
+            *fields.get(1)? == "FLOCK" && *fields.get(3)? == "WRITE" && fields.get(5)?.ends_with(&suffix);
+        held.then(|| fields.get(4).and_then(|pid| pid.parse().ok()).filter(|pid| *pid > 0))
+    })
+}
+
 fn is_same(file: &File, path: &Path) -> bool {
     match (file.metadata(), std::fs::symlink_metadata(path)) {
         (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
@@ -233,6 +259,22 @@ fn holder_by_kernel(file: &File) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_holder_is_seen_without_taking_anything() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(holder(&dir.path().join("lock")).unwrap(), None);
+        let lock = InstanceLock::acquire(dir.path()).unwrap();
+        assert_eq!(holder(&dir.path().join("lock")).unwrap(), Some(Some(std::process::id())));
+        drop(lock);
+        assert_eq!(holder(&dir.path().join("lock")).unwrap(), None);
+        let text =
+            "1: FLOCK  ADVISORY  WRITE 0 08:01:77 0 EOF\n2: -> FLOCK  ADVISORY  WRITE 9 08:01:78 0 EOF\n";
+        assert_eq!(
+            (exclusive_in(text, 77), exclusive_in(text, 78), exclusive_in(text, 7)),
+            (Some(None), None, None)
+        );
+    }
 
     #[test]
     fn a_name_is_claimed_once_whatever_the_run_directory() {

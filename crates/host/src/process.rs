@@ -248,6 +248,52 @@ pub fn comm(pid: u32) -> Option<String> {
     stat::read(pid).ok().map(|s| s.comm)
 }
 
+/// A process as its line in `/proc` shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seen {
+    /// Its name, at most 15 bytes.
+    pub comm: String,
+    /// Pid of its parent.
+    pub parent: u32,
+    /// Clock ticks after boot.
+    pub start_time: u64,
+}
+
+/// Looks at a process; nothing if it is gone or a zombie.
+///
+/// # Errors
+/// If it is there and cannot be looked at.
+pub fn look(pid: u32) -> io::Result<Option<Seen>> {
+    match stat::read(pid) {
+        Ok(stat) if stat.ended() => Ok(None),
+        Ok(stat) => Ok(Some(Seen { comm: stat.comm, parent: stat.parent, start_time: stat.start_time })),
+        Err(e) if stat::says_absent(&e) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// When a process that began so many clock ticks after boot did so, in milliseconds since the Unix epoch.
+#[must_use]
+pub fn started_ms(start_time: u64) -> Option<u64> {
+    static BOOTED: OnceLock<Option<u64>> = OnceLock::new();
+    let booted = *BOOTED.get_or_init(|| {
+        let text = std::fs::read_to_string("/proc/stat").ok()?;
+        text.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()
+    });
+    // SAFETY: sysconf only reads.
+    let ticks = u64::try_from(unsafe { libc::sysconf(libc::_SC_CLK_TCK) }).ok().filter(|t| *t > 0)?;
+    Some(booted?.saturating_mul(1000).saturating_add(start_time.saturating_mul(1000) / ticks))
+}
+
+/// Whether SIGKILL was sent to a process that is still there.
+#[must_use]
+pub fn is_killed(pid: u32) -> bool {
+    let Ok(text) = std::fs::read_to_string(format!("/proc/{pid}/status")) else { return false };
+    let masks = text.lines().filter_map(|l| l.strip_prefix("SigPnd:").or_else(|| l.strip_prefix("ShdPnd:")));
+    let kill = 1u64 << (libc::SIGKILL - 1);
+    masks.filter_map(|m| u64::from_str_radix(m.trim(), 16).ok()).any(|mask| mask & kill != 0)
+}
+
 /// Raises this process's soft limit of open files to its hard one: a daemon holds a few per sandbox, and one
 /// that runs out of them cannot watch its shims.
 ///

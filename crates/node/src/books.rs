@@ -5,7 +5,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use hearth_core::exit::ExitRecord;
 use hearth_core::id::{SandboxId, SandboxName};
+use hearth_core::lifecycle::{SandboxState, SlotState};
+use hearth_core::network::SlotIndex;
 use hearth_core::record::Record;
+use hearth_core::resource::Resource;
 use tokio::sync::watch;
 
 use crate::error::EngineError;
@@ -32,6 +35,19 @@ struct Inner {
     desired: Desired,
     /// Why no new sandbox is ever taken again: the daemon ends.
     closed: Option<String>,
+}
+
+/// What the node's books hold at one moment, for who looks at the host from outside.
+#[derive(Debug, Clone, Default)]
+pub struct BooksNow {
+    /// Slots in any state but free.
+    pub slots: BTreeMap<SlotIndex, SlotState>,
+    /// Sandboxes in any state: record and state as they are now.
+    pub sandboxes: Vec<(Record, SandboxState)>,
+    /// Ids whose record cannot be used.
+    pub unknown: Vec<String>,
+    /// What a release of leftovers has in its hands; its slots are in state leaked.
+    pub releasing: Vec<Resource>,
 }
 
 impl Books {

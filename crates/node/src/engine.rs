@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::blocking::blocking;
-use crate::books::Books;
+use crate::books::{Books, BooksNow};
 use crate::config::EngineConfig;
 use crate::error::EngineError;
 use crate::failpoint::Faults;
@@ -446,6 +446,25 @@ impl<H: Host> Engine<H> {
     #[must_use]
     pub fn slot_counts(&self) -> BTreeMap<String, u32> {
         self.context.pool.counts()
+    }
+
+    /// What the books hold now.
+    ///
+    /// # Errors
+    /// If the node does not know yet what there is.
+    pub fn books_now(&self) -> Result<BooksNow, EngineError> {
+        self.ready()?;
+        let view = |view: tokio::sync::watch::Receiver<crate::sandbox::View>| {
+            let view = view.borrow();
+            (view.record.clone(), view.state)
+        };
+        Ok(BooksNow {
+            // The slots first: one that a sandbox gives back meanwhile is then still known as its own.
+            slots: self.context.pool.states(),
+            sandboxes: self.context.books.views().into_iter().map(view).collect(),
+            unknown: self.context.books.unknown().into_keys().collect(),
+            releasing: self.context.hands.resources().into_iter().collect(),
+        })
     }
 
     /// Why slots cannot be made at present; nothing if they can.

@@ -19,12 +19,14 @@ mod start;
 mod status;
 mod stop;
 
+pub use books::BooksNow;
 pub use config::{EngineConfig, Reclaim, ReclaimMode, Reconcile, ReconcileAction, Vmms};
 pub use engine::{Engine, NewSandbox, Phase};
 pub use error::{EngineError, chain};
 pub use failpoint::{Failpoints, Faults, Kill9};
 pub use reclaim::{KindProgress, ReclaimProgress, ReclaimState};
 pub use reconcile::{Found, Outcome, Pass, PassResult, ReconcileReport};
+pub use records::{Loaded, Records};
 pub use sandbox::{StepStarted, View};
 pub use shim_client::Client as ShimClient;
 pub use status::{Ask, Desired, Status, shown};

@@ -13,27 +13,27 @@ use hearth_core::resource::Resource;
 
 /// The records of one instance.
 #[derive(Debug, Clone)]
-pub(crate) struct Records {
+pub struct Records {
     dir: PathBuf,
 }
 
 /// What the record directory holds.
 #[derive(Debug, Default)]
-pub(crate) struct Loaded {
+pub struct Loaded {
     /// Usable.
-    pub(crate) records: Vec<Record>,
+    pub records: Vec<Record>,
     /// Sandbox directories whose record cannot be used, by id: why, and what to do. Kept as they are.
-    pub(crate) unreadable: BTreeMap<String, String>,
+    pub unreadable: BTreeMap<String, String>,
     /// Sandbox directories without a record: made just before a crash, or released all but this.
-    pub(crate) without: Vec<PathBuf>,
+    pub without: Vec<PathBuf>,
     /// Whatever else lies there; not ours.
-    pub(crate) foreign: Vec<PathBuf>,
+    pub foreign: Vec<PathBuf>,
 }
 
 impl Records {
     /// Records below `state_dir` (the instance's own).
     #[must_use]
-    pub(crate) fn new(state_dir: &Path) -> Self {
+    pub fn new(state_dir: &Path) -> Self {
         Self { dir: state_dir.join("sandboxes") }
     }
 
@@ -65,7 +65,7 @@ impl Records {
     /// # Errors
     /// If the directory cannot be listed; nothing may then be called leaked (law 4). A directory that does
     /// not exist holds no record.
-    pub(crate) fn load(&self) -> io::Result<Loaded> {
+    pub fn load(&self) -> io::Result<Loaded> {
         self.load_except(&BTreeSet::new())
     }
 

@@ -26,15 +26,16 @@ const TOKEN_VARIABLE: &str = "HEARTH_TOKEN";
 
 const DEFAULT_ADDRESS: &str = "127.0.0.1:5008";
 
-/// Where the daemon is: the flag, HEARTH_ADDR, or the address a daemon has by default.
-pub(super) fn address(flag: Option<&str>) -> String {
+/// Where the daemon is: the flag, HEARTH_ADDR, or the address a daemon has by default; and whether it was said.
+pub(super) fn address(flag: Option<&str>) -> (String, bool) {
     let variable = std::env::var("HEARTH_ADDR").ok().filter(|v| !v.is_empty());
-    flag.map(str::to_owned).or(variable).unwrap_or_else(|| DEFAULT_ADDRESS.to_owned())
+    let said = flag.map(str::to_owned).or(variable);
+    (said.clone().unwrap_or_else(|| DEFAULT_ADDRESS.to_owned()), said.is_some())
 }
 
 /// Adds the token to every call.
 #[derive(Debug, Clone)]
-pub(super) struct Auth(Option<MetadataValue<Ascii>>);
+pub(crate) struct Auth(Option<MetadataValue<Ascii>>);
 
 impl Interceptor for Auth {
     fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
@@ -46,14 +47,14 @@ impl Interceptor for Auth {
 }
 
 /// Calls to sandboxes.
-pub(super) type Sandboxes = SandboxServiceClient<InterceptedService<Channel, Auth>>;
+pub(crate) type Sandboxes = SandboxServiceClient<InterceptedService<Channel, Auth>>;
 
 /// Calls to the node itself, which answers while it starts too.
-pub(super) type Nodes = NodeServiceClient<InterceptedService<Channel, Auth>>;
+pub(crate) type Nodes = NodeServiceClient<InterceptedService<Channel, Auth>>;
 
 /// A connection to one daemon; cheap to clone.
 #[derive(Debug, Clone)]
-pub(super) struct Client {
+pub(crate) struct Client {
     sandboxes: Sandboxes,
     nodes: Nodes,
     json: bool,
@@ -61,7 +62,7 @@ pub(super) struct Client {
 
 impl Client {
     /// Connects at once, so that "nobody listens" is told apart from every later failure.
-    pub(super) async fn connect(addr: &str, json: bool) -> Result<Self, CliError> {
+    pub(crate) async fn connect(addr: &str, json: bool) -> Result<Self, CliError> {
         let uri = if addr.contains("://") { addr.to_owned() } else { format!("http://{addr}") };
         let endpoint = Endpoint::from_shared(uri)
             .map_err(|_| {
@@ -85,7 +86,7 @@ impl Client {
     }
 
     /// The node itself.
-    pub(super) fn nodes(&self) -> Nodes {
+    pub(crate) fn nodes(&self) -> Nodes {
         self.nodes.clone()
     }
 

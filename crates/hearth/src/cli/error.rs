@@ -20,7 +20,7 @@ pub(super) const BROKEN_PIPE: u8 = 128 + 13;
 
 /// A command that did not do what it was asked.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct CliError {
+pub(crate) struct CliError {
     what: String,
     why: String,
     todo: Option<String>,
@@ -94,7 +94,7 @@ impl CliError {
     }
 
     /// The one line.
-    pub(super) fn line(&self) -> String {
+    pub(crate) fn line(&self) -> String {
         let todo = self.todo.as_ref().map(|t| format!("; {t}")).unwrap_or_default();
         format!("{}: {}{todo}", self.what, self.why)
     }

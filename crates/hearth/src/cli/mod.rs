@@ -4,6 +4,7 @@
 mod client;
 mod configured;
 mod creating;
+mod doctor;
 mod error;
 mod exec;
 mod images;
@@ -12,6 +13,7 @@ mod out;
 mod parse;
 mod preflight;
 mod progress;
+mod reclaim;
 mod reconcile;
 mod run;
 mod sandboxes;
@@ -28,7 +30,9 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
+pub(crate) use client::Client;
 use error::CliError;
+pub(crate) use view::now_ms;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -98,6 +102,12 @@ enum Command {
     /// Check whether this host can run sandboxes, and say what to do
     #[command(after_help = preflight::EXAMPLES)]
     Preflight(preflight::PreflightArgs),
+    /// Show what there is of an instance, whose it is and why; changes nothing
+    #[command(after_help = doctor::EXAMPLES)]
+    Doctor(doctor::DoctorArgs),
+    /// Plan and remove what is nobody's, also on hosts of another orchestrator
+    #[command(subcommand)]
+    Reclaim(reclaim::ReclaimCommand),
     /// Print a completion script for a shell
     #[command(
         after_help = "Examples:\n  hearth completions bash > /etc/bash_completion.d/hearth\n  hearth completions zsh > ~/.zfunc/_hearth\n  hearth completions fish > ~/.config/fish/completions/hearth.fish"
@@ -120,6 +130,8 @@ enum Command {
 #[derive(Debug, Clone)]
 struct Context {
     addr: String,
+    /// Whether somebody said so; else it is only the default.
+    addr_given: bool,
     json: bool,
 }
 
@@ -130,7 +142,8 @@ pub(crate) fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(e) => return refuse(&e, &args),
     };
-    let context = Context { addr: client::address(cli.addr.as_deref()), json: cli.json };
+    let (addr, addr_given) = client::address(cli.addr.as_deref());
+    let context = Context { addr, addr_given, json: cli.json };
     let result = match (&cli.addr, cli.command) {
         (Some(_), Command::Serve(_)) => {
             let why = "--addr names a daemon to clients";
@@ -165,6 +178,8 @@ fn dispatch(command: Command, context: &Context) -> Result<ExitCode, CliError> {
         Command::Kernel(command) => block_on(images::kernel(command, context)),
         Command::Node(command) => block_on(node::run(command, context)),
         Command::Preflight(args) => preflight::run(&args, context),
+        Command::Doctor(args) => block_on(doctor::run(args, context)),
+        Command::Reclaim(command) => block_on(reclaim::run(command, context)),
     };
     code.map(ExitCode::from)
 }

@@ -178,26 +178,31 @@ fn show_change(status: &NodeStatus, context: &Context) -> Result<(), CliError> {
 }
 
 /// `hearth node status`.
+/// Everything the daemon says of itself.
+pub(super) fn info_json(info: &InfoResponse) -> Value {
+    let mut object = status_json(&info.node.clone().unwrap_or_default());
+    let more = json!({
+        "version": info.version,
+        "instance": info.instance,
+        "pid": info.pid,
+        "started_at_ms": info.started_at_ms,
+        "state_dir": info.state_dir,
+        "run_dir": info.run_dir,
+        "vmm": info.vmm,
+        "vmm_reason": info.vmm_reason,
+        "slots": info.slots,
+        "slot_capacity": info.slot_capacity,
+    });
+    if let (Value::Object(object), Value::Object(more)) = (&mut object, more) {
+        object.extend(more);
+    }
+    object
+}
+
 fn show_info(info: &InfoResponse, context: &Context) -> Result<u8, CliError> {
     let status = info.node.clone().unwrap_or_default();
     if context.json {
-        let mut object = status_json(&status);
-        let more = json!({
-            "version": info.version,
-            "instance": info.instance,
-            "pid": info.pid,
-            "started_at_ms": info.started_at_ms,
-            "state_dir": info.state_dir,
-            "run_dir": info.run_dir,
-            "vmm": info.vmm,
-            "vmm_reason": info.vmm_reason,
-            "slots": info.slots,
-            "slot_capacity": info.slot_capacity,
-        });
-        if let (Value::Object(object), Value::Object(more)) = (&mut object, more) {
-            object.extend(more);
-        }
-        out::json(&object)?;
+        out::json(&info_json(info))?;
     } else {
         let ago = |ms: u64| view::span(view::now_ms().saturating_sub(ms));
         let mut slots: Vec<(&String, &u32)> = info.slots.iter().filter(|(_, n)| **n > 0).collect();

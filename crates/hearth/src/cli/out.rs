@@ -37,6 +37,11 @@ pub(super) fn note_raw(text: &str) {
     drop(std::io::stderr().lock().write_all(format!("{text}\n").as_bytes()));
 }
 
+/// Whether a person reads our output.
+pub(super) fn is_terminal() -> bool {
+    std::io::stdout().is_terminal()
+}
+
 /// Whether output may have colour.
 pub(super) fn colour() -> bool {
     // https://no-color.org: set and not empty, whatever the value.

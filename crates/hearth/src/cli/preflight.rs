@@ -38,7 +38,7 @@ pub(super) struct PreflightArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Outcome {
+pub(super) enum Outcome {
     Ok,
     Warn,
     Fail,
@@ -55,7 +55,7 @@ impl Outcome {
 }
 
 #[derive(Debug, Serialize)]
-struct Check {
+pub(super) struct Check {
     check: &'static str,
     result: Outcome,
     found: String,
@@ -75,13 +75,12 @@ fn fail(check: &'static str, found: impl Into<String>, todo: impl Into<String>) 
     Check { check, result: Outcome::Fail, found: found.into(), todo: todo.into() }
 }
 
-/// Runs all checks.
-pub(super) fn run(args: &PreflightArgs, context: &Context) -> Result<u8, CliError> {
-    let config = args.state.load()?.config;
+/// All checks.
+pub(super) fn checks(config: &Config) -> Vec<Check> {
     let mut checks = vec![root()];
-    checks.extend(machines(&config));
+    checks.extend(machines(config));
     checks.extend([
-        guest(&config),
+        guest(config),
         cgroups(),
         tun(),
         firewall(&config.slot_layout()),
@@ -92,7 +91,13 @@ pub(super) fn run(args: &PreflightArgs, context: &Context) -> Result<u8, CliErro
     checks.push(program("mke2fs", "e2fsprogs", "makes disks", Outcome::Fail));
     checks.push(program("mmdebstrap", "mmdebstrap", "only for `template create --debian`", Outcome::Warn));
     checks.extend(images(&config.state_dir));
-    checks.push(port(&config));
+    checks.push(port(config));
+    checks
+}
+
+/// Runs all checks and shows them.
+pub(super) fn run(args: &PreflightArgs, context: &Context) -> Result<u8, CliError> {
+    let checks = checks(&args.state.load()?.config);
     if context.json {
         out::json(&checks)?;
     } else {

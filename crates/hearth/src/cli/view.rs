@@ -81,7 +81,7 @@ pub(super) fn steps(s: &Sandbox) -> Value {
 }
 
 /// Milliseconds since the Unix epoch.
-pub(super) fn now_ms() -> u64 {
+pub(crate) fn now_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }

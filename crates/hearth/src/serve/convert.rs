@@ -12,7 +12,7 @@ use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt as _};
 
 /// State of a sandbox whose record cannot be used.
-const UNKNOWN: &str = "unknown";
+pub(super) const UNKNOWN: &str = "unknown";
 
 /// When a client may ask a starting node again.
 const RETRY_AFTER: Duration = Duration::from_millis(500);

@@ -10,8 +10,11 @@ use futures::Stream;
 use hearth_api::v1;
 use hearth_api::v1::node_service_server::NodeService;
 use hearth_core::host::Host;
-use hearth_core::resource::Kind;
-use hearth_node::{Ask, Desired, Found, KindProgress, Outcome, Pass, Phase, ReclaimProgress, Work};
+use hearth_core::lifecycle::{SandboxState, SlotState};
+use hearth_core::network::SlotIndex;
+use hearth_core::record::Record;
+use hearth_core::resource::{Kind, Resource};
+use hearth_node::{Ask, BooksNow, Desired, Found, KindProgress, Outcome, Pass, Phase, ReclaimProgress, Work};
 use tonic::{Request, Response, Status};
 
 use super::{Node, convert};
@@ -123,6 +126,47 @@ impl<H: Host> NodeService for NodeInfo<H> {
         let (engine, dry_run) = (Arc::clone(&self.0.engine), request.into_inner().dry_run);
         let pass = self.0.call(async move { engine.reconcile(dry_run).await }).await?;
         Ok(Response::new(pass_message(pass)))
+    }
+
+    async fn books(&self, _: Request<v1::BooksRequest>) -> Reply<v1::BooksResponse> {
+        let engine = &self.0.engine;
+        let books = engine.books_now().map_err(|e| convert::status(&e))?;
+        Ok(Response::new(books_message(engine.config().layout.instance.to_string(), books)))
+    }
+}
+
+fn books_message(instance: String, books: BooksNow) -> v1::BooksResponse {
+    let slot = |(slot, state): (SlotIndex, SlotState)| {
+        let word = state.as_str().to_owned();
+        let why = match state {
+            SlotState::Foreign(why) | SlotState::Stuck(why) => why,
+            _ => String::new(),
+        };
+        v1::BookedSlot { slot: slot.get(), state: word, why }
+    };
+    let sandbox = |(record, state): (Record, SandboxState)| v1::BookedSandbox {
+        id: record.id.to_string(),
+        name: record.name.to_string(),
+        state: state.to_string(),
+        slot: record.slot.map_or(0, SlotIndex::get),
+    };
+    let unknown = |id| v1::BookedSandbox { id, state: convert::UNKNOWN.into(), ..Default::default() };
+    let releasing = |resource: Resource| match resource {
+        Resource::Cgroup { name } => Some(name),
+        Resource::Directory { path } => Some(path.display().to_string()),
+        _ => None,
+    };
+    v1::BooksResponse {
+        instance,
+        pid: std::process::id(),
+        slots: books.slots.into_iter().map(slot).collect(),
+        sandboxes: books
+            .sandboxes
+            .into_iter()
+            .map(sandbox)
+            .chain(books.unknown.into_iter().map(unknown))
+            .collect(),
+        releasing: books.releasing.into_iter().filter_map(releasing).collect(),
     }
 }
 

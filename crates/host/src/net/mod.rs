@@ -31,6 +31,7 @@ pub mod netns;
 mod nft;
 pub mod routes;
 mod rtnl;
+pub mod rules;
 pub mod sandbox_firewall;
 pub mod slot;
 pub mod tap;

@@ -16,6 +16,20 @@ pub(crate) fn judge(pid: u32, instance: &str, name: &str) -> Liveness {
     }
 }
 
+/// Whether a process is in a cgroup of this instance; not if that cannot be read.
+pub(crate) fn in_instance(pid: u32, instance: &str) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/cgroup")).is_ok_and(|text| {
+        path_in(&text).is_some_and(|path| {
+            path.split('/').collect::<Vec<_>>().windows(2).any(|w| w == ["hearth", instance])
+        })
+    })
+}
+
+/// The path of a process's cgroup2, if it can be read.
+pub(crate) fn path_of(pid: u32) -> Option<String> {
+    path_in(&std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?).map(str::to_owned)
+}
+
 /// The line of cgroup2 (cgroups(7)): hierarchy 0, no controllers.
 fn path_in(text: &str) -> Option<&str> {
     text.lines().find_map(|line| line.strip_prefix("0::"))

@@ -9,6 +9,8 @@ pub(super) struct Stat {
     pub(super) comm: String,
     /// State letter.
     pub(super) state: char,
+    /// Pid of its parent.
+    pub(super) parent: u32,
     /// Threads that are not yet gone.
     threads: u64,
     /// Clock ticks after boot.
@@ -50,6 +52,7 @@ fn parse(bytes: &[u8]) -> Option<Stat> {
     Some(Stat {
         comm,
         state: fields.first()?.chars().next()?,
+        parent: fields.get(1)?.parse().ok()?,
         threads: fields.get(17)?.parse().ok()?,
         start_time: fields.get(19)?.parse().ok()?,
     })
