@@ -361,7 +361,6 @@ impl Drop for Node {
     }
 }
 
-/// Pids of all children of a process, zombies included.
 /// Pids of the children of a process, zombies too.
 pub fn children(pid: u32) -> String {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
@@ -392,7 +391,8 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Resident set of a process, KiB, at its highest so far.
+/// Resident set of a process, KiB, at its highest so far. The kernel counts in batches per processor, so that it may even
+/// fall a little.
 pub fn peak_kib(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find(|l| l.starts_with("VmHWM:")).unwrap();
