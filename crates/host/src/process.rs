@@ -140,16 +140,22 @@ pub(crate) fn pidfd(verb: &'static str, pid: u32) -> Result<Option<OwnedFd>, Hos
     }
 }
 
-/// Reaps a process that is our child and ends within `patience`; any other is left alone.
+/// Reaps a process if it is our child, which has to end within `patience`; any other is left alone.
+///
+/// # Errors
+/// [`ErrorClass::Deadline`] if it is our child and lives on.
 pub(crate) fn reap(process: &ProcessIdentity, patience: Duration) -> Result<(), HostError> {
-    let fail = |e| error::os("release", format_args!("process {}", process.pid), "reap", e);
+    let what = format!("process {}", process.pid);
+    let fail = |e| error::os("release", &what, "reap", e);
     let Some(fd) = pidfd("release", process.pid)? else {
         return Ok(());
     };
     let same = boot_id().is_ok_and(|b| b == process.boot_id)
         && stat::read(process.pid).is_ok_and(|s| s.start_time == process.start_time);
-    if same && is_child(fd.as_fd()).map_err(fail)? {
-        wait(fd.as_fd(), patience).map_err(fail)?;
+    if same && is_child(fd.as_fd()).map_err(fail)? && wait(fd.as_fd(), patience).map_err(fail)?.is_none() {
+        let why =
+            format!("it left its cgroup and lives on ({}); end it by hand", stat::describe(process.pid));
+        return Err(error::plain("release", what, ErrorClass::Deadline, why));
     }
     Ok(())
 }

@@ -9,6 +9,8 @@ mod procs;
 mod slots;
 
 use std::collections::BTreeMap;
+use std::fs;
+use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::mpsc;
@@ -138,11 +140,33 @@ fn in_few_words(kind: ItemKind, reasons: Vec<String>) -> Option<String> {
 
 /// Adds what tells a file from another that has its name; nothing if it is gone.
 fn with_inode(thing: Thing, path: &Path) -> Option<Thing> {
-    let meta = std::fs::symlink_metadata(path).ok()?;
+    let meta = fs::symlink_metadata(path).ok()?;
     let identity = Identity::Inode { device: meta.dev(), inode: meta.ino() };
     // The time of the last change of a directory's own inode is the earliest that every file system has.
     let since_ms = u64::try_from(meta.ctime()).ok().map(|s| s.saturating_mul(1000));
     Some(Thing { identity, since_ms, ..thing })
+}
+
+/// What is in a directory; nothing if there is none.
+fn list(directory: &Path) -> io::Result<Vec<fs::DirEntry>> {
+    match fs::read_dir(directory) {
+        Ok(entries) => entries.collect(),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(e) => Err(e),
+    }
+}
+
+/// Nothing for what went while it was looked at.
+fn unless_gone<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Ok(found) => Ok(Some(found)),
+        Err(e)
+            if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::ESRCH | libc::ENODEV | libc::ENXIO)) =>
+        {
+            Ok(None)
+        }
+        Err(e) => Err(e),
+    }
 }
 
 fn host_firewall(config: &HostConfig) -> Scan {
@@ -174,6 +198,6 @@ fn mounts(config: &HostConfig) -> Scan {
 ///
 /// # Errors
 /// If sysfs cannot be read.
-pub fn nbd_connected() -> std::io::Result<u64> {
+pub fn nbd_connected() -> io::Result<u64> {
     nbd::connected(Path::new("/sys/block")).map(|found| found.len() as u64)
 }

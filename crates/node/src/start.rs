@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures::FutureExt as _;
@@ -128,15 +128,17 @@ impl<H: Host> Engine<H> {
         self.apply(&plan, by_id);
         let engine = Arc::clone(self);
         self.tasks.spawn(async move { engine.context.pool.fill(engine.stop.clone()).await });
-        if self.context.config.reclaim.mode == ReclaimMode::Blocking {
+        let wait_for_it = self.context.config.reclaim.mode == ReclaimMode::Blocking;
+        if wait_for_it {
             self.phase.send_replace(Phase::Starting("releasing leftovers".into()));
-        } else {
-            self.context.demand.begin();
+            self.begin_reclaim(&plan, start).await;
         }
-        self.begin_reclaim(&plan, start).await;
         // Made beside the census, and nearly always there by now.
         drop(tokio::time::timeout(BLANK, blank).await);
         self.context.demand.begin();
+        if !wait_for_it {
+            self.begin_reclaim(&plan, start).await;
+        }
         self.phase.send_replace(Phase::Ready);
         let engine = Arc::clone(self);
         self.tasks.spawn(async move { engine.run_reconcile().await });
@@ -145,10 +147,20 @@ impl<H: Host> Engine<H> {
 
     /// Makes the blank disk most creations copy, so that the first one need not wait for it.
     fn make_blank(&self) -> JoinHandle<()> {
-        let context = Arc::clone(&self.context);
-        self.tasks.spawn_blocking(move || {
-            let go_on = AtomicBool::new(false);
-            if let Err(e) = context.blanks.get(DEFAULT_DISK_MIB, &Job::quiet(&go_on)) {
+        let (context, stop) = (Arc::clone(&self.context), self.stop.clone());
+        self.tasks.spawn(async move {
+            let ended = Arc::new(AtomicBool::new(false));
+            let told = Arc::clone(&ended);
+            let made = blocking(move || context.blanks.get(DEFAULT_DISK_MIB, &Job::quiet(&told)));
+            tokio::pin!(made);
+            let made = tokio::select! {
+                made = &mut made => made,
+                () = stop.cancelled() => {
+                    ended.store(true, Ordering::Relaxed);
+                    made.await
+                }
+            };
+            if let Err(e) = made {
                 // A creation will try again, and tell.
                 tracing::debug!("no blank disk yet: {}", chain(&e));
             }

@@ -7,7 +7,7 @@ use std::path::Path;
 use hearth_core::doctor::{Identity, ItemKind, Thing};
 use hearth_core::id::SandboxId;
 
-use super::Scan;
+use super::{Scan, list, unless_gone};
 
 /// Whose devices are looked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,19 +38,13 @@ pub(super) fn scan(of: Of) -> Scan {
 
 /// The connected devices: those that have the file `pid`.
 pub(super) fn connected(sys: &Path) -> io::Result<Vec<Thing>> {
-    let entries = match fs::read_dir(sys) {
-        Ok(entries) => entries,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
-        Err(e) => return Err(e),
-    };
     let mut found = Vec::new();
-    for entry in entries {
-        let entry = entry?;
+    for entry in list(sys)? {
         let name = entry.file_name().to_string_lossy().into_owned();
         if name.strip_prefix("nbd").is_none_or(|n| n.parse::<u32>().is_err()) {
             continue;
         }
-        let Ok(task) = fs::read_to_string(entry.path().join("pid")) else { continue };
+        let Some(task) = unless_gone(fs::read_to_string(entry.path().join("pid")))? else { continue };
         let task: u32 = task.trim().parse().unwrap_or(0);
         let backend = fs::read_to_string(entry.path().join("backend")).unwrap_or_default();
         let backend = backend.trim().to_owned();

@@ -15,7 +15,7 @@ use hearth_core::network::NETNS_DIR;
 use hearth_core::process::ProcessIdentity;
 
 use super::procs::{self, OpenFiles, Proc};
-use super::{Job, Scan, Survey, in_parallel, nbd, with_inode};
+use super::{Job, Scan, Survey, in_parallel, list, nbd, unless_gone, with_inode};
 use crate::net;
 use crate::process;
 
@@ -57,23 +57,13 @@ type Namespaces = HashMap<u32, (u64, u64)>;
 
 fn namespaces(layout: &Layout) -> io::Result<(Namespaces, Vec<Thing>)> {
     let (mut ids, mut things) = (HashMap::new(), Vec::new());
-    let entries = match fs::read_dir(NETNS_DIR) {
-        Ok(entries) => entries,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok((ids, things)),
-        Err(e) => return Err(e),
-    };
-    let base = fs::symlink_metadata(NETNS_DIR)?.dev();
-    for entry in entries {
-        let entry = entry?;
+    let Some(base) = unless_gone(fs::symlink_metadata(NETNS_DIR))? else { return Ok((ids, things)) };
+    for entry in list(Path::new(NETNS_DIR))? {
         let name = entry.file_name().to_string_lossy().into_owned();
         let Some(slot) = layout.slot_of(&layout.slots.netns, &name) else { continue };
-        let meta = match fs::symlink_metadata(entry.path()) {
-            Ok(meta) => meta,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-            Err(e) => return Err(e),
-        };
+        let Some(meta) = unless_gone(fs::symlink_metadata(entry.path()))? else { continue };
         let thing = Thing { slot: Some(slot), ..Thing::new(ItemKind::Netns, name) };
-        if !meta.is_file() || meta.dev() == base {
+        if !meta.is_file() || meta.dev() == base.dev() {
             let foreign = Some("no namespace is bound there".to_owned());
             things.push(Thing { foreign, ..thing });
             continue;
@@ -140,14 +130,8 @@ fn cgroups(shared: &Shared) -> Scan {
         let (Some(cgroups), Some(parent)) = (&shared.layout.cgroups, cgroup_parent(&shared.layout)?) else {
             return Ok(vec![]);
         };
-        let entries = match fs::read_dir(&parent) {
-            Ok(entries) => entries,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
-            Err(e) => return Err(e),
-        };
         let mut found = Vec::new();
-        for entry in entries {
-            let entry = entry?;
+        for entry in list(&parent)? {
             if !entry.file_type()?.is_dir() {
                 continue;
             }
@@ -273,14 +257,8 @@ fn sandbox_of_socket(layout: &Layout, path: &Path) -> Option<String> {
 }
 
 fn files(layout: &Layout, directory: &Path, open: &OpenFiles) -> io::Result<Vec<Thing>> {
-    let entries = match fs::read_dir(directory) {
-        Ok(entries) => entries,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(vec![]),
-        Err(e) => return Err(e),
-    };
     let mut found = Vec::new();
-    for entry in entries {
-        let entry = entry?;
+    for entry in list(directory)? {
         let name = entry.file_name().to_string_lossy().into_owned();
         let of =
             |patterns: &[hearth_core::layout::Pattern]| patterns.iter().find_map(|p| p.read(&name)?.sandbox);
@@ -290,7 +268,7 @@ fn files(layout: &Layout, directory: &Path, open: &OpenFiles) -> io::Result<Vec<
             (None, None) => continue,
         };
         let path = entry.path();
-        let Ok(meta) = fs::symlink_metadata(&path) else { continue };
+        let Some(meta) = unless_gone(fs::symlink_metadata(&path))? else { continue };
         let fits = match kind {
             ItemKind::Socket => meta.file_type().is_socket(),
             _ => meta.file_type().is_fifo(),

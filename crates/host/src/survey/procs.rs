@@ -8,6 +8,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use super::unless_gone;
 use crate::process;
 
 /// One process.
@@ -70,10 +71,14 @@ pub(super) fn open_files(procs: &HashMap<u32, Proc>, directories: &[PathBuf]) ->
         if !tables.insert(netns) {
             continue;
         }
-        // One that ended meanwhile: another of the same namespace was as good, so it is asked for again.
-        let Ok(text) = fs::read(format!("/proc/{pid}/net/unix")) else {
-            tables.remove(&netns);
-            continue;
+        let text = match unless_gone(fs::read(format!("/proc/{pid}/net/unix"))) {
+            Ok(Some(text)) => text,
+            other => {
+                // One that ended meanwhile: another of the same namespace is as good.
+                tables.remove(&netns);
+                open.hidden += usize::from(other.is_err());
+                continue;
+            }
         };
         for (inode, connected, path) in text.split(|b| *b == b'\n').skip(1).filter_map(socket) {
             if below(&path) {
@@ -85,13 +90,13 @@ pub(super) fn open_files(procs: &HashMap<u32, Proc>, directories: &[PathBuf]) ->
         }
     }
     for pid in procs.keys() {
-        let entries = match fs::read_dir(format!("/proc/{pid}/fd")) {
-            Ok(entries) => entries,
-            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+        let entries = match unless_gone(fs::read_dir(format!("/proc/{pid}/fd"))) {
+            Ok(Some(entries)) => entries,
+            Ok(None) => continue,
+            Err(_) => {
                 open.hidden += 1;
                 continue;
             }
-            Err(_) => continue,
         };
         for link in entries.flatten().filter_map(|e| fs::read_link(e.path()).ok()) {
             let socket =

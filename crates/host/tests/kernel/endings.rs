@@ -4,7 +4,7 @@ use std::fs;
 use std::os::fd::AsFd as _;
 use std::path::Path;
 
-use hearth_core::host::{Host as _, SpawnSpec};
+use hearth_core::host::{ErrorClass, Host as _, SpawnSpec};
 use hearth_core::process::ProcessIdentity;
 use hearth_core::resource::Resource;
 use hearth_host::kernel_host::{HostConfig, KernelHost};
@@ -34,8 +34,8 @@ fn there(process: &ProcessIdentity) -> bool {
 }
 
 #[test]
-fn a_child_that_left_its_cgroup_to_end_is_reaped_and_one_that_lives_is_left() {
-    if !root_or_skip("a_child_that_left_its_cgroup_to_end_is_reaped_and_one_that_lives_is_left") {
+fn a_child_that_left_its_cgroup_to_end_is_reaped_and_one_that_lives_is_told() {
+    if !root_or_skip("a_child_that_left_its_cgroup_to_end_is_reaped_and_one_that_lives_is_told") {
         return;
     }
     let instance = format!("t{}end", std::process::id());
@@ -58,7 +58,8 @@ fn a_child_that_left_its_cgroup_to_end_is_reaped_and_one_that_lives_is_left() {
     assert!(!there(&ending.identity), "a zombie is left");
 
     let living = child(&host, dir.path(), "exec sleep 60");
-    host.release(&Resource::Process { process: living.identity.clone() }, SOON).unwrap();
+    let left = host.release(&Resource::Process { process: living.identity.clone() }, SOON).unwrap_err();
+    assert_eq!(left.class, ErrorClass::Deadline, "a process that lives is not gone: {left}");
     assert!(there(&living.identity), "what is in no cgroup of ours was killed");
     signal(living.pidfd.as_fd(), Signal::KILL).unwrap();
     wait(living.pidfd.as_fd(), SOON).unwrap();

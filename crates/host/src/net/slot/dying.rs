@@ -114,7 +114,9 @@ impl Deaths {
         for dying in self.dying.values_mut() {
             dying.until = dying.until.max(turn);
         }
-        // A link that went before it was waited for, or whose event was lost, is looked for by its index.
+        // A link that went before it was waited for, or whose event was lost, is looked for by its index. The kernel
+        // takes all of a batch from its list before the first event: nobody can find them any more, and whoever wants
+        // their names waits for the batch.
         let quiet = self.progress.elapsed() > QUIET && self.looked.elapsed() > QUIET;
         let look = quiet || !matches!(heard, Ok(true));
         let due = |d: &Dying| look || now >= d.until;
