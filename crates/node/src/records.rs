@@ -164,7 +164,7 @@ fn complete(record: &mut Record) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use hearth_core::lifecycle::SandboxState;
     use hearth_core::process::ProcessIdentity;

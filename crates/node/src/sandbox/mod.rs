@@ -89,7 +89,12 @@ impl Handle {
         self.cancel.cancel();
         let (answer, outcome) = oneshot::channel();
         let told = match self.commands.send(Command::Delete(answer)).await {
-            Ok(()) => outcome.await.ok(),
+            Ok(()) => tokio::select! {
+                biased;
+                outcome = outcome => outcome.ok(),
+                // What is sent while the task's end drops the queue stays in it as long as there is a sender: this one.
+                () = self.commands.closed() => None,
+            },
             Err(_) => None,
         };
         match told {
@@ -97,5 +102,57 @@ impl Handle {
             None if self.view.borrow().gone => Ok(()),
             None => Err(DeleteError::Ended),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+
+    /// The two come together about once in a thousand rounds.
+    const ROUNDS: usize = 20_000;
+
+    #[test]
+    fn a_delete_sent_while_the_task_ends_is_answered() {
+        let view = View {
+            record: crate::records::tests::record("a1b2c3d4e5f6g7h8"),
+            state: SandboxState::Running,
+            steps: vec![],
+            shim: None,
+            unreachable: None,
+            exit: None,
+            gone: false,
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("runtime");
+        let (_view, watched) = watch::channel(view);
+        let (to_end, ending) = std::sync::mpsc::channel::<mpsc::Receiver<Command>>();
+        let together = Barrier::new(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for receiver in ending {
+                    together.wait();
+                    drop(receiver);
+                }
+            });
+            for round in 0..ROUNDS {
+                let (commands, receiver) = mpsc::channel(16);
+                let handle = Handle {
+                    id: watched.borrow().record.id.clone(),
+                    name: watched.borrow().record.name.clone(),
+                    commands,
+                    view: watched.clone(),
+                    cancel: CancellationToken::new(),
+                    run_dir: PathBuf::new(),
+                };
+                to_end.send(receiver).expect("the other thread");
+                together.wait();
+                let soon = Duration::from_secs(10);
+                let answer = runtime.block_on(async { tokio::time::timeout(soon, handle.delete()).await });
+                assert!(matches!(answer, Ok(Err(DeleteError::Ended))), "round {round}: {answer:?}");
+            }
+            drop(to_end);
+        });
     }
 }

@@ -18,10 +18,21 @@ use super::transport::{Blocked, CHUNK, Transport};
 pub(super) enum Command {
     /// A stream for a small request.
     Open(oneshot::Sender<Stream>),
-    /// A stream for a command, and the task that serves it.
-    Exec(Pump),
+    /// A stream for a command, and the task that serves it; answered when that task begins.
+    Exec(Pump, oneshot::Sender<()>),
     /// Says goodbye and ends.
     Close,
+}
+
+impl Command {
+    /// Whether nobody waits for the answer any more.
+    fn is_given_up(&self) -> bool {
+        match self {
+            Self::Open(answer) => answer.is_closed(),
+            Self::Exec(_, answer) => answer.is_closed(),
+            Self::Close => false,
+        }
+    }
 }
 
 /// yamux keeps a stream that was dropped until its reset is written, and *ends the connection* when one more
@@ -92,7 +103,7 @@ where
                 continue;
             };
             // A caller that gave up while it waited opens nothing.
-            if matches!(&command, Command::Open(reply) if reply.is_closed()) {
+            if command.is_given_up() {
                 continue;
             }
             if matches!(command, Command::Close) {
@@ -108,8 +119,10 @@ where
             match command {
                 // Unsent because the caller gave up just now: the stream is dropped, which resets it.
                 Command::Open(reply) => drop(reply.send(stream)),
-                Command::Exec(pump) => {
-                    self.tasks.spawn(pump.run(stream));
+                Command::Exec(pump, begun) => {
+                    if begun.send(()).is_ok() {
+                        self.tasks.spawn(pump.run(stream));
+                    }
                 }
                 Command::Close => {}
             }

@@ -153,7 +153,8 @@ impl AgentClient {
             .map_err(|_| AgentClientError::Busy { limit: MAX_EXECS })?
             .map_err(|_| self.closed_error())?;
         let (exec, pump) = exec::new(frame, permit, self.shared.closed.clone());
-        self.send(Command::Exec(pump), "exec", CALL_TIMEOUT).await?;
+        let (reply, begun) = oneshot::channel();
+        self.ask(Command::Exec(pump, reply), begun, "exec", CALL_TIMEOUT).await?;
         Ok(exec)
     }
 
@@ -196,18 +197,26 @@ impl AgentClient {
         AgentClientError::Closed { reason: self.close_reason().unwrap_or_else(driver_lost) }
     }
 
-    async fn send(
+    /// Sends a command and waits for its answer, at most `limit`.
+    async fn ask<T>(
         &self,
         command: Command,
+        answer: oneshot::Receiver<T>,
         call: &'static str,
         limit: Duration,
-    ) -> Result<(), AgentClientError> {
-        match self.shared.commands.send_timeout(command, limit).await {
-            Ok(()) => Ok(()),
-            Err(mpsc::error::SendTimeoutError::Timeout(_)) => {
-                Err(AgentClientError::Timeout { call, after: limit })
+    ) -> Result<T, AgentClientError> {
+        let asked = async {
+            self.shared.commands.send(command).await.ok()?;
+            tokio::select! {
+                biased;
+                answer = answer => answer.ok(),
+                // What is sent while the driver's end drops the queue stays in it as long as there is a sender.
+                () = self.shared.commands.closed() => None,
             }
-            Err(mpsc::error::SendTimeoutError::Closed(_)) => Err(self.closed_error()),
+        };
+        match timeout(limit, asked).await {
+            Ok(answer) => answer.ok_or_else(|| self.closed_error()),
+            Err(_) => Err(AgentClientError::Timeout { call, after: limit }),
         }
     }
 
@@ -222,8 +231,7 @@ impl AgentClient {
         let work = async {
             let _permit = self.shared.calls.acquire().await.map_err(|_| self.closed_error())?;
             let (reply, opened) = oneshot::channel();
-            self.send(Command::Open(reply), call, limit).await?;
-            let stream = opened.await.map_err(|_| self.closed_error())?;
+            let stream = self.ask(Command::Open(reply), opened, call, limit).await?;
             let mut stream = stream.compat();
             stream.write_all(&bytes).await.map_err(|_| self.closed_error())?;
             let Some((kind, payload)) = frame::read(&mut stream).await.map_err(|e| self.stream_error(e))?

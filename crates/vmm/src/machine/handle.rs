@@ -147,10 +147,16 @@ impl MachineHandle {
     ) -> Result<(), MachineError> {
         let (reply, answer) = oneshot::channel();
         drop(self.commands.send(command(reply)).await);
-        match answer.await {
-            Ok(outcome) => outcome,
-            // Dropped unanswered: the machine ended meanwhile.
-            Err(_) => match self.exited().await {
+        let answer = tokio::select! {
+            biased;
+            answer = answer => answer.ok(),
+            // What is sent while the queue is dropped stays in it as long as there is a sender: this one.
+            () = self.commands.closed() => None,
+        };
+        match answer {
+            Some(outcome) => outcome,
+            // Unanswered: the machine ended meanwhile.
+            None => match self.exited().await {
                 Some(record) => Err(MachineError::Exited(record)),
                 None => Err(MachineError::Lost),
             },
