@@ -186,6 +186,9 @@ pub trait Host: Send + Sync + 'static {
     /// If `to` exists or cannot be written.
     fn copy_sparse(&self, from: &File, to: &Path) -> Result<(), HostError>;
 
+    /// Does what the first [`spawn`](Self::spawn) would have to do first, so that it need not; harmless at any time.
+    fn prepare_spawn(&self) {}
+
     /// Starts a program inside an existing cgroup (`clone3` with `CLONE_INTO_CGROUP`).
     ///
     /// # Errors

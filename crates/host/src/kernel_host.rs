@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use hearth_core::host::{
@@ -50,6 +51,8 @@ pub struct KernelHost {
     cgroups: Cgroups,
     directories: Directories,
     mounts: Mounts,
+    /// Mounts for VMMs, once it is known whether there may be any.
+    vmm_mounts: OnceLock<Option<OwnedFd>>,
 }
 
 impl KernelHost {
@@ -71,6 +74,7 @@ impl KernelHost {
             cgroups: Cgroups::locate(instance)?,
             directories: Directories::new(config.state_dir.clone(), config.run_dir.clone()),
             mounts: Mounts::new(instance, config.run_dir.clone()),
+            vmm_mounts: OnceLock::new(),
             config,
         })
     }
@@ -275,14 +279,35 @@ impl Host for KernelHost {
         sparse::copy(from, to)
     }
 
+    fn prepare_spawn(&self) {
+        if self.vmm_mounts.get().is_some() || !process::mounts::are_apart() {
+            return;
+        }
+        let paths = [Path::new("/"), &self.config.state_dir, &self.config.run_dir];
+        let made = process::mounts::without_netns(&paths).unwrap_or_else(|e| {
+            // It works all the same, and takes longer the more slots there are.
+            tracing::info!("every VMM gets a copy of all mounts: {e}");
+            None
+        });
+        // One that was made at the same time is as good.
+        drop(self.vmm_mounts.set(made));
+    }
+
     fn spawn(&self, spec: &SpawnSpec) -> Result<Spawned, HostError> {
         let cgroup = self.cgroups.open(&spec.cgroup)?;
-        let fds = standard_descriptors(&spec.log)
-            .map_err(|(doing, e)| error::os("spawn", spec.program.display(), doing, e))?;
+        let os = |(doing, e): (String, io::Error)| error::os("spawn", spec.program.display(), doing, e);
+        let mut fds = standard_descriptors(&spec.log).map_err(os)?;
+        let mut env: Vec<_> = spec.env.iter().map(|(k, v)| (k.into(), v.into())).collect();
+        self.prepare_spawn();
+        if let Some(Some(mounts)) = self.vmm_mounts.get() {
+            let mounts = mounts.try_clone().map_err(|e| os(("copy a descriptor".to_owned(), e)))?;
+            fds.push((mounts, process::mounts::NUMBER));
+            env.push((process::mounts::VARIABLE.into(), process::mounts::NUMBER.to_string().into()));
+        }
         let options = SpawnOptions {
             program: spec.program.clone(),
             args: spec.args.iter().map(Into::into).collect(),
-            env: spec.env.iter().map(|(k, v)| (k.into(), v.into())).collect(),
+            env,
             cwd: Some("/".into()),
             cgroup_fd: Some(cgroup.as_fd()),
             new_session: true,

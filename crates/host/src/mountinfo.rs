@@ -17,6 +17,9 @@ pub struct MountEntry {
     pub fs_type: String,
     /// The source given to mount(2).
     pub source: String,
+    /// Mounts made below it later, where it came from or where it was copied to, show here as well: it has a peer group
+    /// or a master.
+    pub receives: bool,
 }
 
 /// All mounts in the order of the kernel: of two on one point the later covers the earlier.
@@ -45,10 +48,14 @@ fn entry(line: &[u8]) -> Option<MountEntry> {
     let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
     let point = unescape(fields.nth(3)?);
     // Optional fields end with a lone "-".
-    fields.find(|f| *f == b"-")?;
+    let mut receives = false;
+    fields.find(|f| {
+        receives |= f.starts_with(b"shared:") || f.starts_with(b"master:");
+        *f == b"-"
+    })?;
     let fs_type = String::from_utf8_lossy(&unescape(fields.next()?)).into_owned();
     let source = String::from_utf8_lossy(&unescape(fields.next()?)).into_owned();
-    Some(MountEntry { id, point: PathBuf::from(OsString::from_vec(point)), fs_type, source })
+    Some(MountEntry { id, point: PathBuf::from(OsString::from_vec(point)), fs_type, source, receives })
 }
 
 /// Blank, tab, newline and backslash are written as `\040` and so on.
@@ -83,6 +90,7 @@ mod tests {
         assert_eq!(all[0].fs_type, "cgroup2");
         assert_eq!(all[1].point, PathBuf::from("/mnt/with blank\\x"));
         assert_eq!(all[1].source, "hearth-a");
+        assert_eq!((all[0].receives, all[1].receives), (false, true));
         assert!(parse(b"38 31 nonsense\n").is_err());
     }
 

@@ -5,6 +5,7 @@
 
 mod child;
 pub(crate) mod membership;
+pub mod mounts;
 pub mod spawn;
 mod stat;
 mod tasks;
@@ -19,6 +20,7 @@ use hearth_core::process::{Liveness, ProcessIdentity};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions};
 
+pub use mounts::Mounts;
 pub use rustix::process::Signal;
 pub use spawn::{Child, SpawnError, SpawnOptions, spawn};
 pub use tasks::tasks;

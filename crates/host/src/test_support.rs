@@ -38,6 +38,8 @@ pub fn in_private_namespaces<R: Send>(f: impl FnOnce() -> R + Send) -> io::Resul
             unsafe { rustix::thread::unshare_unsafe(flags) }?;
             use rustix::mount::MountPropagationFlags as Propagation;
             rustix::mount::mount_change("/", Propagation::DOWNSTREAM | Propagation::REC)?;
+            // As systemd leaves a host: a mount shows in every copy of the mounts.
+            rustix::mount::mount_change("/", Propagation::SHARED | Propagation::REC)?;
             std::fs::create_dir_all(NETNS_DIR)?;
             rustix::mount::mount(
                 "hearth-test",

@@ -85,7 +85,9 @@ impl<H: Host> Engine<H> {
         let loaded = blocking(move || records.load());
         let scans = SCANNED.map(|scan| self.whole_census(scan));
         let conflict = on_host(&self.context.host, |host| host.conflict());
-        let (loaded, conflict, scans) = futures::join!(loaded, conflict, futures::future::join_all(scans));
+        let prepared = on_host(&self.context.host, |host| host.prepare_spawn());
+        let (loaded, conflict, scans, ()) =
+            futures::join!(loaded, conflict, futures::future::join_all(scans), prepared);
         match conflict {
             Ok(None) => {}
             Ok(Some(why)) => return Err(EngineError::Failed(why)),

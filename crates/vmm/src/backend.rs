@@ -19,7 +19,7 @@ use futures::future::BoxFuture;
 use hearth_core::process::ProcessIdentity;
 use hearth_core::shim::{ShimSpec, VMM_LOG};
 use hearth_core::spec::VmmKind;
-use hearth_host::process::{self, Ended, Signal, SpawnError, SpawnOptions};
+use hearth_host::process::{self, Ended, Mounts, Signal, SpawnError, SpawnOptions};
 use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncRead, Interest};
 use tokio::net::UnixStream;
@@ -232,6 +232,8 @@ pub(crate) fn start(
         Some(path) => Some(File::open(path).map_err(|e| VmmError::file("open", path, e))?),
         None => None,
     };
+    let mounts = process::mounts::inherited()
+        .map_err(|source| VmmError::Descriptor { what: "inherited mount namespace", source })?;
     let standard = [OwnedFd::from(stdin), OwnedFd::from(log), OwnedFd::from(log_again)];
     let child = process::spawn(SpawnOptions {
         program: spec.program.clone(),
@@ -240,7 +242,7 @@ pub(crate) fn start(
         new_session: true,
         parent_death_signal: Some(Signal::KILL),
         fds: standard.into_iter().chain(fds).zip(0 as RawFd..).collect(),
-        private_mounts: true,
+        mounts: mounts.as_ref().map_or(Mounts::Own, |from| Mounts::OwnFrom(from.as_fd())),
         rlimit_nofile: Some(NOFILE),
         ..SpawnOptions::default()
     })?;

@@ -21,7 +21,8 @@ pub(super) struct Plan<'a> {
     pub(super) parent: u32,
     pub(super) moves: &'a [(RawFd, RawFd)],
     pub(super) gaps: &'a [(u32, u32)],
-    pub(super) private_mounts: bool,
+    pub(super) own_mounts: bool,
+    pub(super) mounts_from: Option<RawFd>,
     pub(super) nofile: Option<libc::rlimit>,
 }
 
@@ -258,7 +259,12 @@ unsafe fn run(plan: &Plan<'_>) -> Step {
         {
             return Step::Netns;
         }
-        if plan.private_mounts {
+        if let Some(fd) = plan.mounts_from
+            && libc::setns(fd, libc::CLONE_NEWNS) != 0
+        {
+            return Step::Mounts;
+        }
+        if plan.own_mounts {
             let (none, root) = (std::ptr::null(), c"/".as_ptr());
             if libc::unshare(libc::CLONE_NEWNS) != 0
                 || libc::mount(none, root, none, libc::MS_REC | libc::MS_SLAVE, none.cast()) != 0

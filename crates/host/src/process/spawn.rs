@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use hearth_core::process::ProcessIdentity;
 
 use super::child::{self, Plan};
-use super::{Signal, identity_of};
+use super::{Mounts, Signal, identity_of};
 
 /// What to start, and how.
 #[derive(Debug, Default)]
@@ -41,8 +41,8 @@ pub struct SpawnOptions<'a> {
     /// The descriptors it has, each with its number there. Standard input, output and error are entries
     /// like any other; what is not listed is closed.
     pub fds: Vec<(OwnedFd, RawFd)>,
-    /// A mount namespace of its own; mounts made later outside still show inside, none the other way.
-    pub private_mounts: bool,
+    /// Which mounts it sees.
+    pub mounts: Mounts<'a>,
     /// Soft limit of open files, lowered to the present hard limit where that is less.
     pub rlimit_nofile: Option<u64>,
 }
@@ -70,7 +70,7 @@ pub enum Step {
     ParentDeathSignal,
     /// setns(2).
     Netns,
-    /// unshare(2) and making `/` a slave.
+    /// setns(2), unshare(2) and making `/` a slave.
     Mounts,
     /// setrlimit(2).
     Limit,
@@ -189,7 +189,8 @@ struct Prepared {
     fds: Vec<(OwnedFd, RawFd)>,
     moves: Vec<(RawFd, RawFd)>,
     gaps: Vec<(u32, u32)>,
-    private_mounts: bool,
+    own_mounts: bool,
+    mounts_from: Option<RawFd>,
     nofile: Option<libc::rlimit>,
     /// What `argv` and `envp` point into.
     _strings: Vec<CString>,
@@ -233,7 +234,11 @@ impl Prepared {
             fds,
             moves,
             gaps,
-            private_mounts: options.private_mounts,
+            own_mounts: !matches!(options.mounts, Mounts::Shared),
+            mounts_from: match options.mounts {
+                Mounts::OwnFrom(fd) => Some(fd.as_raw_fd()),
+                Mounts::Shared | Mounts::Own => None,
+            },
             nofile: options.rlimit_nofile.map(limit).transpose()?,
             _strings: strings,
         })
@@ -252,7 +257,8 @@ impl Prepared {
             parent: std::process::id(),
             moves: &self.moves,
             gaps: &self.gaps,
-            private_mounts: self.private_mounts,
+            own_mounts: self.own_mounts,
+            mounts_from: self.mounts_from,
             nofile: self.nofile,
         }
     }

@@ -6,6 +6,7 @@ mod directories;
 mod endings;
 mod helper;
 mod locks;
+mod mounts;
 mod processes;
 
 use std::os::fd::AsFd;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use hearth_core::process::{Liveness, ProcessIdentity};
 use hearth_host::process::spawn::Step;
-use hearth_host::process::{self, Signal, SpawnOptions, boot_id, liveness, spawn, wait};
+use hearth_host::process::{self, Mounts, Signal, SpawnOptions, boot_id, liveness, spawn, wait};
 use hearth_testkit::netns::Throwaway;
 
 use crate::{SOON, end_of, helper, root_or_skip};
@@ -207,7 +207,7 @@ fn a_child_can_be_born_in_another_network_and_mount_namespace() {
     let inode = fd.metadata().unwrap().ino();
     let mut o = options("/bin/readlink", &["/proc/self/ns/net", "/proc/self/ns/mnt"]);
     o.netns = Some(fd.as_fd());
-    o.private_mounts = true;
+    o.mounts = Mounts::Own;
     let text = output_of(o);
     drop(fd);
     netns.remove().unwrap();
