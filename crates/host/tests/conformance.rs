@@ -65,6 +65,34 @@ fn the_kernel_conforms_and_nothing_is_left() {
     assert!(left.vanished.is_empty(), "{left}");
 }
 
+#[test]
+fn a_broken_release_of_the_host_firewall_is_named() {
+    if !is_root() {
+        hearth_testkit::skip("a_broken_release_of_the_host_firewall_is_named", "needs root");
+        return;
+    }
+    let instance = format!("t{}fw", std::process::id());
+    let dir = tempfile::tempdir().unwrap();
+    let scope = Scope::instance(&instance, "hcf");
+    in_private_namespaces(|| {
+        let host = KernelHost::new(HostConfig {
+            layout: layout(&instance, "hcf"),
+            state_dir: dir.path().join("state"),
+            run_dir: dir.path().join("run"),
+        });
+        let host = host.expect("kernel host");
+        let before = Inventory::take(&scope).expect("inventory");
+        host.ensure(&Resource::HostFirewall).expect("host firewall");
+        // The end of the instance, its release left out.
+        let left = before.diff(&Inventory::take(&scope).expect("inventory"));
+        assert_eq!(left.appeared, [format!("nft table inet hearth-{instance}")], "{left}");
+        host.remove_instance(Duration::from_secs(20)).expect("remove the instance");
+        let left = before.diff(&Inventory::take(&scope).expect("inventory"));
+        assert!(left.is_empty(), "{left}");
+    })
+    .unwrap();
+}
+
 fn kernel_in_private(instance: &str, base: &Path) {
     let config = HostConfig {
         layout: layout(instance, "hct"),

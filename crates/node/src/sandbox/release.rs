@@ -36,7 +36,7 @@ impl<H: Host> Sandbox<H> {
 
         let mut left = Vec::new();
         // The processes first: they hold everything else.
-        for kind in [Kind::Process, Kind::Cgroup] {
+        for kind in [Kind::Process, Kind::Cgroup, Kind::Mount] {
             self.release_kind(kind, &mut left).await;
         }
         if left.is_empty() {
