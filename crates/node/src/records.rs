@@ -1,5 +1,6 @@
 //! Records on disk: `<state>/<instance>/sandboxes/<id>/record.json`. Written whole under another name,
-//! synced, renamed, directory synced; never truncated in place, so a crash or a full disk leaves the old one.
+//! synced, renamed; never truncated in place, so a crash or a full disk leaves the old one. Whether the new name survives
+//! a power cut does not matter: all that a former record leaves out, a slot or a process, has gone with that boot.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -56,8 +57,7 @@ impl Records {
             f.write_all(&text)?;
             f.sync_data()
         });
-        written.and_then(|()| fs::rename(&fresh, dir.join(RECORD_FILE)))?;
-        File::open(&dir)?.sync_all()
+        written.and_then(|()| fs::rename(&fresh, dir.join(RECORD_FILE)))
     }
 
     /// Reads every record. Cost is one directory entry and one small file per sandbox.

@@ -55,12 +55,15 @@ impl<H: Host> Sandbox<H> {
                 // The record lies in this directory, so here the effect comes first; a directory of this
                 // place without a record is ours by its place and is released by the next start.
                 self.record.intend(Resource::Directory { path: path.clone() });
+                // What is named by the id is known from the start: one write for all of it.
+                self.record.intend(Resource::Directory { path: self.run_dir.clone() });
+                self.record.intend(Resource::Cgroup { name: self.record.id.to_string() });
                 self.ensure(Resource::Directory { path }).await.map_err(failed)?;
                 self.save().await.map_err(failed)
             }
             Step::RunDirectory => {
                 let path = self.run_dir.clone();
-                self.intend_and_ensure(Resource::Directory { path }).await.map_err(failed)
+                self.ensure(Resource::Directory { path }).await.map_err(failed)
             }
             Step::Disk => {
                 if !self.has_rootfs() {
@@ -88,17 +91,11 @@ impl<H: Host> Sandbox<H> {
             }
             Step::Cgroup => {
                 let name = self.record.id.to_string();
-                self.intend_and_ensure(Resource::Cgroup { name }).await.map_err(failed)
+                self.ensure(Resource::Cgroup { name }).await.map_err(failed)
             }
             Step::Shim => self.start_shim().await.map_err(failed),
             Step::Boot => self.boot().await,
         }
-    }
-
-    async fn intend_and_ensure(&mut self, resource: Resource) -> Result<(), String> {
-        self.record.intend(resource.clone());
-        self.save().await?;
-        self.ensure(resource).await
     }
 
     async fn ensure(&self, resource: Resource) -> Result<(), String> {

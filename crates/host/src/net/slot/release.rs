@@ -6,6 +6,8 @@
 //! - Never a link by itself: that waits for a grace period (17-20 ms) under the lock of all links. A namespace takes
 //!   its links with it, and the kernel's one worker takes all namespaces that are due at once.
 //! - Addresses first: cleaning up routes is what makes the death of many links quadratic.
+//! - All are looked at before the first of them goes: a look wants the lock that the worker holds while links die, 0.5 ms
+//!   a slot then, 0.1 ms before.
 //! - Taking names away costs as much as the kernel's work on what lost them, and the two go on at once: while one batch
 //!   dies the next one is made due. Links that are gone are heard of by netlink events.
 //!
@@ -33,6 +35,10 @@ use crate::process;
 const TICK: Duration = Duration::from_millis(20);
 /// Netlink messages sent in one run: their acknowledgements must fit the socket's buffer.
 const RUN: usize = 512;
+/// Slots looked at before the first one goes: at most a second or two.
+const AHEAD: usize = 10_000;
+/// Slots looked at before the pace is asked again.
+const SLICE: usize = 16;
 
 /// Finds out which processes are this instance's: pid and the cgroup that proves it.
 pub type OwnProcesses<'a> = dyn Fn() -> Result<BTreeMap<u32, String>> + 'a;
@@ -120,6 +126,10 @@ impl Release<'_> {
             let mut pause = TICK;
             if self.may_begin() {
                 match (self.order.pace)() {
+                    Pace::Batch(_) | Pace::Wait(_) if self.has_much_to_look_at() => {
+                        self.look_ahead(self.next.len() + SLICE);
+                        pause = Duration::ZERO;
+                    }
                     Pace::Batch(n) => {
                         self.begin(n.max(1));
                         pause = Duration::ZERO;
@@ -144,6 +154,11 @@ impl Release<'_> {
     /// one before, so that the two never wait for each other and no more than that goes under one lock.
     fn may_begin(&self) -> bool {
         self.deaths.at_most(self.last) && !(self.waiting.is_empty() && self.next.is_empty())
+    }
+
+    /// Whether many slots are to be looked at, and the kernel's worker is at rest.
+    fn has_much_to_look_at(&self) -> bool {
+        self.deaths.is_empty() && self.waiting.len() > SLICE && self.next.len() < AHEAD
     }
 
     fn begin(&mut self, n: usize) {
