@@ -16,6 +16,7 @@ mod guest;
 mod http;
 mod layout;
 mod matrix;
+mod mounts;
 mod net;
 mod node;
 mod probe;
