@@ -90,11 +90,11 @@ pub struct Spawned {
 }
 
 /// How a release of many slots may go on. The kernel removes what is due together under its lock for network
-/// links, about 1 ms a slot: a large batch is fast and keeps creations waiting.
+/// links, about 1 ms a slot: many at once are fast and keep creations waiting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pace {
-    /// So many slots may go now, at least one.
-    Batch(usize),
+    /// So many slots may be on their way at once, at least one.
+    AtMost(usize),
     /// None now; ask again after so long.
     Wait(Duration),
     /// No more: slots not begun stay as they are.
@@ -109,7 +109,7 @@ pub struct SlotRelease<'a> {
     pub grace: Duration,
     /// Cgroups whose processes are not ended: those of sandboxes that have a record.
     pub spared: &'a BTreeSet<String>,
-    /// Asked before each batch.
+    /// Asked before each few slots.
     pub pace: &'a (dyn Fn() -> Pace + Sync),
 }
 

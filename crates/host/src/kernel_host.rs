@@ -231,7 +231,7 @@ impl Host for KernelHost {
             Resource::Cgroup { name } => self.cgroups.release(name, within),
             Resource::Process { process } => self.release_process(process, within),
             Resource::Netns { slot } => {
-                let (spared, pace) = (BTreeSet::new(), || Pace::Batch(1));
+                let (spared, pace) = (BTreeSet::new(), || Pace::AtMost(1));
                 let order = SlotRelease { within, grace: within, spared: &spared, pace: &pace };
                 net::slot::release_one(layout, *slot, &order, &|| self.own_processes())
             }

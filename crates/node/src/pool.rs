@@ -247,7 +247,7 @@ impl<H: Host> SlotPool<H> {
         let (within, grace) = (self.release_deadline, self.grace);
         let released = on_host(&self.host, move |host| {
             // Its owner is gone, so nobody in it is to be spared.
-            let (spared, pace) = (BTreeSet::new(), || Pace::Batch(1));
+            let (spared, pace) = (BTreeSet::new(), || Pace::AtMost(1));
             let order = SlotRelease { within, grace, spared: &spared, pace: &pace };
             let mut released = Ok(());
             host.release_slots(&[slot], &order, &mut |_, result| released = result);

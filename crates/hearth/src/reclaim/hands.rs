@@ -116,7 +116,7 @@ fn own_slots(host: &KernelHost, batch: &[&Action], order: &Order) -> Vec<Outcome
             Err(e) => outcomes[n] = Some(outcome(Err(e))),
         }
     }
-    let (spared, pace) = (BTreeSet::new(), || Pace::Batch(BATCH));
+    let (spared, pace) = (BTreeSet::new(), || Pace::AtMost(BATCH));
     let release = SlotRelease { within: WITHIN, grace: order.grace, spared: &spared, pace: &pace };
     host.release_slots(&slots, &release, &mut |slot, result| {
         let at = batch.iter().position(|a| a.slot == Some(slot.get()));

@@ -116,7 +116,7 @@ impl Lab {
 
 /// Removes one slot; no process counts as this instance's.
 pub fn release_slot(layout: &SlotLayout, slot: SlotIndex, within: Duration) -> Result<(), HostError> {
-    let (spared, pace) = (BTreeSet::new(), || Pace::Batch(1));
+    let (spared, pace) = (BTreeSet::new(), || Pace::AtMost(1));
     let order = SlotRelease { within, grace: within, spared: &spared, pace: &pace };
     slot::release_one(layout, slot, &order, &|| Ok(BTreeMap::new()))
 }

@@ -112,7 +112,7 @@ impl Host for FakeHost {
         let mut waiting = slots;
         while !waiting.is_empty() {
             let n = match (order.pace)() {
-                Pace::Batch(n) => n.min(waiting.len()),
+                Pace::AtMost(n) => n.min(waiting.len()),
                 Pace::Wait(time) => {
                     std::thread::sleep(time);
                     continue;

@@ -14,7 +14,7 @@ use crate::net::rtnl::LinkEvents;
 /// Without an event for this long the links are looked for. The kernel takes a large batch longer than this before the
 /// first of its links goes.
 const QUIET: Duration = Duration::from_millis(300);
-/// A batch whose links stopped going for this long has stragglers that something holds.
+/// When none goes for this long, something holds those that are left.
 const STALLED: Duration = Duration::from_secs(1);
 /// Many links go at a thousand a second. Waking for each would disturb the kernel's worker, which waits for all
 /// processors once a tap (`synchronize_net` in tun_detach_all).
@@ -31,6 +31,8 @@ pub(super) struct Dying {
     pub(super) ids: Vec<NsId>,
     pub(super) peer_nsid: Option<i32>,
     until: Instant,
+    /// The kernel is believed to be at it.
+    pending: bool,
 }
 
 /// What became of one.
@@ -52,7 +54,9 @@ pub(super) struct Deaths {
     within: Duration,
     /// By the index of the host's end.
     dying: HashMap<u32, Dying>,
-    /// When a batch last began or something last went.
+    /// How many of them the kernel is believed to be at.
+    pending: usize,
+    /// When something was last added or went.
     progress: Instant,
     /// When something last went.
     went: Instant,
@@ -65,21 +69,27 @@ impl Deaths {
         let events = LinkEvents::open()?;
         let names = NameOf::open().map_err(NetlinkError::Socket)?;
         let now = Instant::now();
-        Ok(Self { events, names, within, dying: HashMap::new(), progress: now, went: now, looked: now })
+        let dying = HashMap::new();
+        Ok(Self { events, names, within, dying, pending: 0, progress: now, went: now, looked: now })
     }
 
     pub(super) fn is_empty(&self) -> bool {
         self.dying.is_empty()
     }
 
-    /// Whether no more than `n` are left, or what is left does not go.
-    pub(super) fn at_most(&self, n: usize) -> bool {
-        self.dying.len() <= n || self.progress.elapsed() > STALLED
+    /// How many are on their way, without those that something holds.
+    pub(super) fn pending(&mut self) -> usize {
+        if self.pending > 0 && self.progress.elapsed() > STALLED {
+            self.pending = 0;
+            self.dying.values_mut().for_each(|d| d.pending = false);
+        }
+        self.pending
     }
 
-    /// A batch began.
-    pub(super) fn begun(&mut self) {
-        self.progress = Instant::now();
+    fn take(&mut self, index: u32) -> Option<Dying> {
+        let dying = self.dying.remove(&index)?;
+        self.pending -= usize::from(dying.pending);
+        Some(dying)
     }
 
     pub(super) fn add(
@@ -90,8 +100,10 @@ impl Deaths {
         ids: Vec<NsId>,
         peer_nsid: Option<i32>,
     ) {
-        let until = Instant::now() + self.within;
-        self.dying.insert(index, Dying { slot, name: name.to_owned(), ids, peer_nsid, until });
+        self.progress = Instant::now();
+        let until = self.progress + self.within;
+        let dying = Dying { slot, name: name.to_owned(), ids, peer_nsid, until, pending: true };
+        self.pending += usize::from(self.dying.insert(index, dying).is_none_or(|former| !former.pending));
     }
 
     /// Waits for about `pause` at most; those whose fate is known are no longer among the dying.
@@ -102,7 +114,8 @@ impl Deaths {
             std::thread::sleep(GATHER.min(pause));
         }
         let heard = self.events.gone(Instant::now() + pause, |index| gone.push(index));
-        for dying in gone.into_iter().filter_map(|index| self.dying.remove(&index)) {
+        for index in gone {
+            let Some(dying) = self.take(index) else { continue };
             self.went = Instant::now();
             self.progress = self.went;
             fates.push((dying, Fate::Gone));
@@ -134,7 +147,7 @@ impl Deaths {
                 Err(_) if now < dying.until => continue,
                 Err(e) => Fate::Unknown(e),
             };
-            fates.extend(self.dying.remove(&index).map(|dying| (dying, fate)));
+            fates.extend(self.take(index).map(|dying| (dying, fate)));
         }
         if let Err(e) = heard {
             // Looking by index goes on; only slower.

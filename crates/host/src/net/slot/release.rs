@@ -8,8 +8,8 @@
 //! - Addresses first: cleaning up routes is what makes the death of many links quadratic.
 //! - All are looked at before the first of them goes: a look wants the lock that the worker holds while links die, 0.5 ms
 //!   a slot then, 0.1 ms before.
-//! - Taking names away costs as much as the kernel's work on what lost them, and the two go on at once: while one batch
-//!   dies the next one is made due. Links that are gone are heard of by netlink events.
+//! - Taking names away costs as much as the kernel's work on what lost them, and the two go on at once: while some
+//!   die the next are made due. Links that are gone are heard of by netlink events.
 //!
 //! The host's end is the witness of a namespace's death: as long as anything holds the namespace (a process, a socket,
 //! a tap's descriptor) it is there. It is never deleted to make a slot look gone.
@@ -82,7 +82,6 @@ pub fn release(
         deaths,
         waiting: slots.iter().copied().collect(),
         next: VecDeque::new(),
-        last: 0,
         held: Vec::new(),
         inside: Inside::default(),
     };
@@ -97,10 +96,8 @@ struct Release<'a> {
     rtnl: Rtnl,
     deaths: Deaths,
     waiting: VecDeque<SlotIndex>,
-    /// Looked at and without address: the next batch.
+    /// Looked at and without address: the next to go.
     next: VecDeque<Ready>,
-    /// Size of the last batch.
-    last: usize,
     /// Kept by processes of ours that were told to end.
     held: Vec<Held>,
     inside: Inside,
@@ -124,17 +121,26 @@ impl Release<'_> {
             && self.held.is_empty())
         {
             let mut pause = TICK;
-            if self.may_begin() {
+            if !(self.waiting.is_empty() && self.next.is_empty()) {
                 match (self.order.pace)() {
-                    Pace::Batch(_) | Pace::Wait(_) if self.has_much_to_look_at() => {
-                        self.look_ahead(self.next.len() + SLICE);
+                    Pace::AtMost(_) if self.has_much_to_look_at() => {
+                        self.look_ahead(SLICE);
                         pause = Duration::ZERO;
                     }
-                    Pace::Batch(n) => {
-                        self.begin(n.max(1));
-                        pause = Duration::ZERO;
+                    Pace::AtMost(n) => {
+                        let room = n.max(1).saturating_sub(self.deaths.pending());
+                        if room > 0 {
+                            self.begin(room.min(SLICE));
+                            pause = Duration::ZERO;
+                        }
                     }
-                    Pace::Wait(time) => pause = time.min(TICK),
+                    Pace::Wait(time) => {
+                        // Others need the same lock meanwhile; so a little, and then a rest.
+                        if self.has_much_to_look_at() {
+                            self.look_ahead(SLICE);
+                        }
+                        pause = time.min(TICK);
+                    }
                     Pace::End => {
                         self.waiting.clear();
                         self.next.clear();
@@ -150,19 +156,13 @@ impl Release<'_> {
         }
     }
 
-    /// Whether the next batch may lose its names: one batch may wait for the kernel's worker, which is busy with the
-    /// one before, so that the two never wait for each other and no more than that goes under one lock.
-    fn may_begin(&self) -> bool {
-        self.deaths.at_most(self.last) && !(self.waiting.is_empty() && self.next.is_empty())
-    }
-
     /// Whether many slots are to be looked at, and the kernel's worker is at rest.
     fn has_much_to_look_at(&self) -> bool {
         self.deaths.is_empty() && self.waiting.len() > SLICE && self.next.len() < AHEAD
     }
 
     fn begin(&mut self, n: usize) {
-        self.look_ahead(n);
+        self.look_ahead(n.saturating_sub(self.next.len()));
         for ready in self.next.drain(..n.min(self.next.len())).collect::<Vec<_>>() {
             let slot = ready.slot;
             match self.entered(&ready) {
@@ -176,15 +176,11 @@ impl Release<'_> {
                 Err(e) => self.tell(slot, Err(e)),
             }
         }
-        self.last = n;
-        self.deaths.begun();
-        // While these die.
-        self.look_ahead(n);
     }
 
-    /// Sees to it that `n` are ready to lose their names.
+    /// Makes `n` more ready to lose their names.
     fn look_ahead(&mut self, n: usize) {
-        let n = n.saturating_sub(self.next.len()).min(self.waiting.len());
+        let n = n.min(self.waiting.len());
         let slots: Vec<SlotIndex> = self.waiting.drain(..n).collect();
         let ready = self.prepare(&slots);
         self.next.extend(ready);
