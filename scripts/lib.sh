@@ -24,6 +24,10 @@ case ${CARGO_TARGET_DIR:-} in
 esac
 HEARTH=$TARGET/$TRIPLE/release/hearth
 GUEST_BIN=$TARGET/$TRIPLE/release/hearth-guest
+if [[ ${HEARTH_TEST_PROFILE:-release} == dev ]]; then
+    HEARTH=$TARGET/$TRIPLE/debug/hearth
+    GUEST_BIN=$TARGET/$TRIPLE/debug/hearth-guest
+fi
 
 # ---------------------------------------------------------------- steps and failures
 
@@ -389,9 +393,14 @@ check_target() {
         "sudo chown -R $BUILDER: $TARGET"
 }
 
-build_release() {
+build_product() {
     check_target
-    cargo_here build --release --locked -p hearth -p hearth-guest </dev/null
+    if [[ ${HEARTH_TEST_PROFILE:-release} == dev ]]; then
+        # With the tests: alone it would be built with other features, and so twice.
+        cargo_here test --workspace --locked --no-run </dev/null
+    else
+        cargo_here build --release --locked -p hearth -p hearth-guest </dev/null
+    fi
     [[ -x $HEARTH && -x $GUEST_BIN ]] || die "the build made no $HEARTH and $GUEST_BIN" \
         "unset build.target overrides in your cargo configuration"
 }
