@@ -123,7 +123,8 @@ impl Release<'_> {
             let mut pause = TICK;
             if !(self.waiting.is_empty() && self.next.is_empty()) {
                 match (self.order.pace)() {
-                    Pace::AtMost(_) if self.has_much_to_look_at() => {
+                    // While somebody creates the lock is theirs.
+                    Pace::AtMost(n) if n > SLICE && self.has_much_to_look_at() => {
                         self.look_ahead(SLICE);
                         pause = Duration::ZERO;
                     }
@@ -134,13 +135,7 @@ impl Release<'_> {
                             pause = Duration::ZERO;
                         }
                     }
-                    Pace::Wait(time) => {
-                        // Others need the same lock meanwhile; so a little, and then a rest.
-                        if self.has_much_to_look_at() {
-                            self.look_ahead(SLICE);
-                        }
-                        pause = time.min(TICK);
-                    }
+                    Pace::Wait(time) => pause = time.min(TICK),
                     Pace::End => {
                         self.waiting.clear();
                         self.next.clear();
