@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use hearth_core::host::{
@@ -17,6 +18,7 @@ use hearth_core::process::{Liveness, ProcessIdentity};
 use hearth_core::resource::{Kind, Resource};
 use hearth_core::stuck::Holder;
 
+use crate::backup::Backups;
 use crate::cgroup::Cgroups;
 use crate::directory::Directories;
 use crate::mount::Mounts;
@@ -50,6 +52,9 @@ pub struct KernelHost {
     cgroups: Cgroups,
     directories: Directories,
     mounts: Mounts,
+    /// Where the rules are saved before the first change of them.
+    backups: Option<Backups>,
+    saved: OnceLock<()>,
 }
 
 impl KernelHost {
@@ -72,7 +77,34 @@ impl KernelHost {
             directories: Directories::new(config.state_dir.clone(), config.run_dir.clone()),
             mounts: Mounts::new(instance, config.run_dir.clone()),
             config,
+            backups: None,
+            saved: OnceLock::new(),
         })
+    }
+
+    /// Saves the host's firewall rules before this host first changes them. Once in its life: what a later change
+    /// replaces is its own.
+    #[must_use]
+    pub fn with_backups(self, backups: Backups) -> Self {
+        Self { backups: Some(backups), ..self }
+    }
+
+    /// A backup that fails does not keep the rules from being made: without them sandboxes are less apart.
+    fn save_rules(&self) {
+        let Some(backups) = &self.backups else { return };
+        self.saved.get_or_init(|| {
+            let begun = Instant::now();
+            match backups.take("hearth serve, before its first change of the host's rules", None) {
+                Ok(taken) => {
+                    let (path, written) = (taken.path.display(), taken.written);
+                    tracing::info!(%path, written, took = ?begun.elapsed(), "the host's firewall rules are saved");
+                    for why in taken.absent().into_iter().chain(taken.kept) {
+                        tracing::warn!("backup of the firewall rules: {why}");
+                    }
+                }
+                Err(e) => tracing::warn!("no backup of the firewall rules in {}: {e}", backups.dir.display()),
+            }
+        });
     }
 
     /// Its configuration.
@@ -215,7 +247,9 @@ impl Host for KernelHost {
             Resource::Veth { slot } => net::veth::ensure(layout, *slot),
             Resource::Tap { slot } => net::tap::ensure(layout, *slot),
             Resource::SandboxFirewall { slot } => net::sandbox_firewall::ensure(layout, *slot),
-            Resource::HostFirewall => net::host_firewall::ensure(layout, &self.sysctl_record()),
+            Resource::HostFirewall => {
+                net::host_firewall::ensure(layout, &self.sysctl_record(), &|| self.save_rules())
+            }
             Resource::Mount { path } => self.mounts.ensure(path),
         }
     }
@@ -234,7 +268,10 @@ impl Host for KernelHost {
             Resource::Veth { slot } => net::veth::release(layout, *slot, within),
             Resource::Tap { slot } => net::tap::release(layout, *slot, within),
             Resource::SandboxFirewall { slot } => net::sandbox_firewall::release(layout, *slot, within),
-            Resource::HostFirewall => net::host_firewall::release(layout, &self.sysctl_record(), within),
+            Resource::HostFirewall => {
+                self.save_rules();
+                net::host_firewall::release(layout, &self.sysctl_record(), within)
+            }
             Resource::Mount { path } => self.mounts.release(path, within),
         }
     }

@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, unreachable_pub, missing_docs)]
 
 mod adopt;
+mod backup;
 mod bad_input;
 mod clean;
 mod collisions;
