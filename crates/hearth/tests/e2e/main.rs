@@ -27,4 +27,5 @@ mod running;
 mod status;
 mod supervisor;
 mod takeover;
+mod top;
 mod traps;
