@@ -19,6 +19,7 @@ mod layout;
 mod matrix;
 mod net;
 mod node;
+mod planted;
 mod probe;
 mod reclaim;
 mod reconcile;
