@@ -127,6 +127,43 @@ fn what_was_removed_comes_back_byte_by_byte() {
 }
 
 #[test]
+fn rules_of_the_older_iptables_come_back_too() {
+    let test = "rules_of_the_older_iptables_come_back_too";
+    on_a_host(test, &["iptables-legacy", "iptables-legacy-save", "ip6tables-legacy"], || {
+        words("iptables-legacy", "-N OWN");
+        words("iptables-legacy", "-A OWN -p udp -j DROP");
+        for n in 1..=4 {
+            words("iptables-legacy", &format!("-A FORWARD -i veth-{n} -o eth0 -j ACCEPT"));
+            words(
+                "iptables-legacy",
+                &format!("-t nat -A POSTROUTING -s 10.11.0.{n}/32 -o eth0 -j MASQUERADE"),
+            );
+        }
+        words("iptables-legacy", "-A FORWARD -j OWN");
+        words("ip6tables-legacy", "-A INPUT -i eth7 -j DROP");
+        let before = read();
+        let dir = tempfile::tempdir().unwrap();
+        let backups = Backups { dir: dir.path().to_owned(), keep: 3, instance: "i".into() };
+        let backup = backups.take("a test", None).unwrap().backup;
+        let tools: Vec<(Tool, usize)> =
+            backup.parts.iter().map(|p| (p.tool, p.tables().len())).filter(|(_, n)| *n > 0).collect();
+        assert_eq!(tools, [(Tool::IptablesLegacy, 2), (Tool::Ip6tablesLegacy, 1)]);
+        words("iptables-legacy", "-D FORWARD 2");
+        words("iptables-legacy", "-D FORWARD 4");
+        words("iptables-legacy", "-F OWN");
+        words("iptables-legacy", "-X OWN");
+        words("iptables-legacy", "-P FORWARD DROP");
+        words("iptables-legacy", "-t nat -F POSTROUTING");
+        let found = compare(&backup, &read());
+        assert_eq!(found.changes.len(), 2, "{found:#?}");
+        for change in &found.changes {
+            carry_out(change.tool, &change.script).unwrap();
+        }
+        assert_eq!(read(), before);
+    });
+}
+
+#[test]
 fn a_table_that_is_gone_comes_back_and_one_that_came_since_stays() {
     let test = "a_table_that_is_gone_comes_back_and_one_that_came_since_stays";
     on_a_host(test, &["nft", "iptables-nft", "iptables-nft-save", "ip6tables-nft-save"], || {

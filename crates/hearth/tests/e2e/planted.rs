@@ -7,11 +7,13 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+use crate::dirty::{layout, leak, present, slot};
 use crate::layout::{Dirty, in_state, tools_missing};
-use crate::node::{in_path, text};
+use crate::node::{Node, Wish, cannot, in_path, text};
 
 const EACH: u32 = 10;
 
@@ -161,14 +163,7 @@ impl LookAlikes {
         }
         self.netns.iter().for_each(|name| drop(dirty.host("ip", &["netns", "del", name])));
         self.links.iter().for_each(|link| drop(dirty.host("ip", &["link", "del", link])));
-        for cgroup in &self.cgroups {
-            // A process leaves it a moment after its end.
-            let end = std::time::Instant::now() + std::time::Duration::from_secs(20);
-            while let Err(e) = fs::remove_dir(cgroup) {
-                assert!(std::time::Instant::now() < end, "{}: {e}", cgroup.display());
-                std::thread::sleep(std::time::Duration::from_millis(20));
-            }
-        }
+        self.cgroups.iter().for_each(|cgroup| remove_cgroup(cgroup));
     }
 }
 
@@ -235,4 +230,134 @@ fn of_ten_true_leftovers_and_ten_look_alikes_of_each_kind_the_true_ones_go() {
     assert!(in_state(&after, "leaked").is_empty(), "{after:#}");
     look_alikes.remove(&dirty);
     dirty.clean();
+}
+
+const WISH: Wish = Wish {
+    test: "process_vmm = true\n[reconcile]\ninterval_seconds = 3600",
+    slot_pool: 0,
+    prefix_len: 20,
+    env: &[],
+    own_state: false,
+};
+
+/// A process with a shim's arguments that is none of this instance's. It ends with its stdin.
+fn decoy_shim(node: &Node, run: &Path, n: u32) -> Child {
+    fs::write(node.dir.path().join("shim"), "read x\n").unwrap();
+    let mut command = Command::new("sh");
+    command.arg0("/usr/bin/hearth").current_dir(node.dir.path()).args(["shim", "--dir"]);
+    command.arg(run.join(nobody(n))).stdin(Stdio::piped()).spawn().unwrap()
+}
+
+/// The id of a sandbox that there is not.
+fn nobody(n: u32) -> String {
+    format!("nobodynobodyno{n:02}")
+}
+
+#[test]
+fn of_an_instance_the_true_leftovers_go_and_ten_look_alikes_of_each_kind_stay() {
+    if cannot("of_an_instance_the_true_leftovers_go_and_ten_look_alikes_of_each_kind_stay", true) {
+        return;
+    }
+    let mut node = Node::start(&WISH);
+    node.ok(&["create", "busybox", "--name", "lives", "--vmm", "process", "--disk", "16"]);
+    let before = node.inspect("lives");
+    node.kill_daemon();
+    let run: PathBuf = node.dir.path().join("r").join(&node.instance).join("sandboxes");
+    let cgroups = hearth_host::cgroup::Cgroups::locate(&node.instance.parse().unwrap()).unwrap();
+    // The cgroups of another instance of this host.
+    let others = cgroups.root().with_file_name(format!("{}-b", node.instance));
+    fs::create_dir(&others).unwrap();
+    let (mut ours, mut theirs, mut decoys, mut kept) = (vec![], vec![], vec![], vec![]);
+    leak(&node, 1000..=999 + EACH);
+    let sleep_in = |cgroup: &Path| {
+        let child = Command::new("sleep").arg("600").spawn().unwrap();
+        fs::write(cgroup.join("cgroup.procs"), child.id().to_string()).unwrap();
+        child
+    };
+    for n in 0..EACH {
+        cgroups.ensure(&nobody(n)).unwrap();
+        ours.push(sleep_in(&cgroups.root().join(nobody(n))));
+        fs::create_dir(run.join(nobody(n))).unwrap();
+        // Of another instance, of another nature, of another grammar.
+        let other = format!("hearth-{}-b-{}", node.instance, 1000 + n);
+        let padded = format!("hearth-{}-0{}", node.instance, 1100 + n);
+        for name in [other, padded] {
+            node.host("ip", &["netns", "add", &name]);
+            kept.push(name);
+        }
+        fs::write(layout(&node).netns_path(slot(1500 + n)), "notes").unwrap();
+        let link = format!("hxv{}", 1600 + n);
+        node.host("ip", &["link", "add", &link, "type", "veth", "peer", "name", &format!("other{n}")]);
+        fs::create_dir(others.join(nobody(n))).unwrap();
+        theirs.push(sleep_in(&others.join(nobody(n))));
+        fs::create_dir(cgroups.root().join(format!("Not-An-Id-{n}"))).unwrap();
+        fs::create_dir(run.join(format!("notes-{n}"))).unwrap();
+        decoys.push(decoy_shim(&node, &run, n));
+        node.host("nft", &["add", "table", "inet", &format!("hearth-other{n}")]);
+    }
+    let rules = node.host("nft", &["-s", "list", "ruleset"]);
+    let json = |args: &[&str]| -> Value {
+        let out = node.cli(args);
+        serde_json::from_slice(&out.stdout).unwrap_or_else(|e| panic!("{e}: {}", text(&out.stderr)))
+    };
+    let planned = names(&json(&["reclaim", "plan", "--json"])["actions"]);
+    let of = |kind: &str| planned.iter().filter(|n| n.starts_with(&format!("{kind} "))).count();
+    assert_eq!(["process", "cgroup", "directory", "netns"].map(of), [10; 4], "{planned:#?}");
+    assert_eq!(planned.len(), 40, "{planned:#?}");
+    let answer = json(&["reclaim", "apply", "--yes", "--json", "--grace", "5s"]);
+    assert_eq!(answer["removed"], 40, "{answer:#}");
+    for child in &mut ours {
+        child.wait().unwrap();
+    }
+    assert_eq!(
+        present(&node),
+        (1500..1500 + EACH).chain(1600..1600 + EACH).chain(slot_of(&before)).collect()
+    );
+
+    assert_eq!(node.host("nft", &["-s", "list", "ruleset"]), rules);
+    for child in theirs.iter_mut().chain(&mut decoys) {
+        assert!(child.try_wait().unwrap().is_none(), "process {} was ended", child.id());
+    }
+    for n in 0..EACH {
+        assert_eq!(fs::read_to_string(layout(&node).netns_path(slot(1500 + n))).unwrap(), "notes");
+        assert!(others.join(nobody(n)).exists() && run.join(format!("notes-{n}")).exists());
+        assert!(cgroups.root().join(format!("Not-An-Id-{n}")).exists());
+        fs::remove_file(layout(&node).netns_path(slot(1500 + n))).unwrap();
+        node.host("ip", &["link", "del", &format!("hxv{}", 1600 + n)]);
+        fs::remove_dir(cgroups.root().join(format!("Not-An-Id-{n}"))).unwrap();
+        fs::remove_dir(run.join(format!("notes-{n}"))).unwrap();
+    }
+    for name in &kept {
+        assert!(fs::exists(format!("/run/netns/{name}")).unwrap(), "{name}");
+        node.host("ip", &["netns", "del", name]);
+    }
+    theirs.iter_mut().chain(&mut decoys).for_each(|child| {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    });
+    for n in 0..EACH {
+        remove_cgroup(&others.join(nobody(n)));
+    }
+    remove_cgroup(&others);
+    fs::remove_file(node.dir.path().join("shim")).unwrap();
+    node.start_daemon();
+    let after = node.inspect("lives");
+    for key in ["id", "shim_pid", "slot", "state"] {
+        assert_eq!(before[key], after[key], "{key}");
+    }
+    node.end_clean();
+}
+
+/// The slot of a sandbox.
+fn slot_of(sandbox: &Value) -> Option<u32> {
+    sandbox["slot"].as_u64().and_then(|n| u32::try_from(n).ok())
+}
+
+/// A process leaves its cgroup a moment after its end.
+fn remove_cgroup(cgroup: &Path) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while let Err(e) = fs::remove_dir(cgroup) {
+        assert!(Instant::now() < end, "{}: {e}", cgroup.display());
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
