@@ -73,25 +73,35 @@ pub fn census(layout: &Layout) -> (Vec<SlotRule>, Vec<String>) {
     let mut tables: Vec<&str> = layout.rules.iter().map(|r| r.table.as_str()).collect();
     tables.sort_unstable();
     tables.dedup();
+    let mut listed: Vec<(Backend, &str)> = Vec::new();
     for backend in [Backend::IptablesNft, Backend::IptablesLegacy] {
-        let there = match loaded(backend) {
-            Ok(there) => there,
-            Err(e) => {
-                unseen.push(format!("rule: {}: {e}", backend.as_str()));
-                continue;
-            }
-        };
-        for table in tables.iter().filter(|t| there.iter().any(|there| there == **t)) {
-            match saved(backend, table) {
-                Ok(lines) => found.extend(lines.into_iter().filter_map(|text| {
-                    let slot = layout.slot_of_rule(table, &text)?;
-                    Some(SlotRule { backend, table: (*table).to_owned(), text, slot })
-                })),
-                Err(e) => unseen.push(format!("rule: {} table {table}: {e}", backend.as_str())),
-            }
+        match loaded(backend) {
+            Ok(there) => listed.extend(
+                tables.iter().filter(|t| there.iter().any(|there| there == **t)).map(|t| (backend, *t)),
+            ),
+            Err(e) => unseen.push(format!("rule: {}: {e}", backend.as_str())),
         }
     }
-    match elements(layout) {
+    // At once: with thousands of slots each takes a good part of a second.
+    let (lists, elements) = std::thread::scope(|scope| {
+        let running: Vec<_> =
+            listed.iter().map(|(backend, table)| scope.spawn(|| saved(*backend, table))).collect();
+        let elements = elements(layout);
+        let panicked = |_| Err(io::Error::other("its thread panicked"));
+        let lists: Vec<_> =
+            running.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect();
+        (lists, elements)
+    });
+    for ((backend, table), list) in listed.into_iter().zip(lists) {
+        match list {
+            Ok(lines) => found.extend(lines.into_iter().filter_map(|text| {
+                let slot = layout.slot_of_rule(table, &text)?;
+                Some(SlotRule { backend, table: table.to_owned(), text, slot })
+            })),
+            Err(e) => unseen.push(format!("rule: {} table {table}: {e}", backend.as_str())),
+        }
+    }
+    match elements {
         Ok(elements) => found.extend(elements),
         Err(e) => unseen.push(format!("rule: nft: {e}")),
     }
