@@ -176,7 +176,7 @@ name_type!(
         label("instance name", s, 32, "-")?;
         match s {
             // These directories of the state directory are shared by all instances.
-            "templates" | "kernels" | "tmp" => {
+            "backups" | "templates" | "kernels" | "tmp" => {
                 Err(NameError::Reserved { what: "instance name", given: s.to_owned() })
             }
             _ => Ok(()),
@@ -209,6 +209,7 @@ mod tests {
     #[test]
     fn instance_names_do_not_collide_with_shared_directories() {
         assert!("templates".parse::<InstanceName>().is_err());
+        assert!("backups".parse::<InstanceName>().is_err());
         assert!("prod-2".parse::<InstanceName>().is_ok());
         assert!("prod.2".parse::<InstanceName>().is_err());
     }

@@ -2,6 +2,7 @@
 //! printed, compared and tested without a kernel.
 
 pub mod agent;
+pub mod backup;
 pub mod doctor;
 pub mod exit;
 pub mod host;

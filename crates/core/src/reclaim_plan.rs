@@ -57,6 +57,9 @@ pub struct Action {
     pub does: String,
     /// By what it is known again.
     pub identity: Identity,
+    /// Since when it is there, in milliseconds of Unix time; a plan of an earlier version does not say.
+    #[serde(default)]
+    pub since_ms: Option<u64>,
     /// Why it is believed to be nobody's.
     pub evidence: Vec<String>,
     /// What goes with it.
@@ -112,6 +115,7 @@ pub fn actions(items: &[Item]) -> Vec<Action> {
                 sandbox: item.owner.sandbox.clone(),
                 does: does(kind).to_owned(),
                 identity: item.identity.clone(),
+                since_ms: item.since_ms,
                 evidence: item.evidence.clone(),
                 goes_with,
             });
@@ -155,10 +159,26 @@ pub fn verify(action: &Action, now: &HashMap<(ItemKind, &str), &Item>) -> Verdic
         );
         return Verdict::Refused(why);
     }
+    // A file system, and the kernel for namespaces, gives the number of an inode that went to the next one.
+    if reuses_inodes(action.kind)
+        && let (Some(then), Some(now)) = (action.since_ms, item.since_ms)
+        && then != now
+    {
+        return Verdict::Refused(format!(
+            "another thing has its name now, and its inode number: it is {} ms younger",
+            now.saturating_sub(then)
+        ));
+    }
     match item.state {
         State::Leaked => Verdict::Due,
         other => Verdict::Refused(format!("it is {other} now: {}", item.evidence.join("; "))),
     }
+}
+
+/// Kinds whose time is that of their inode and stays as it is. That of a directory changes with its contents, and that
+/// of a cgroup's inode whenever the kernel makes it anew in memory; numbers of cgroups do not come again.
+fn reuses_inodes(kind: ItemKind) -> bool {
+    matches!(kind, ItemKind::Socket | ItemKind::Fifo | ItemKind::File | ItemKind::Netns)
 }
 
 /// Why a whole plan does not hold here; nothing if it does.
@@ -209,6 +229,31 @@ mod tests {
 
     fn of(items: &[Item]) -> HashMap<(ItemKind, &str), &Item> {
         items.iter().map(|i| ((i.kind, i.name.as_str()), i)).collect()
+    }
+
+    #[test]
+    fn an_inode_number_that_came_again_is_told_by_its_time() {
+        for (kind, refused) in [
+            (ItemKind::Socket, true),
+            (ItemKind::Fifo, true),
+            (ItemKind::Netns, true),
+            // Its time changes with what is in it.
+            (ItemKind::Directory, false),
+            (ItemKind::Cgroup, false),
+        ] {
+            let then = Item { since_ms: Some(5_000), ..item(kind, "a", State::Leaked, Some(1), 7) };
+            let planned = actions(std::slice::from_ref(&then));
+            assert_eq!(verify(&planned[0], &of(std::slice::from_ref(&then))), Verdict::Due);
+            let next = [Item { since_ms: Some(5_012), ..then.clone() }];
+            let verdict = verify(&planned[0], &of(&next));
+            assert_eq!(
+                matches!(&verdict, Verdict::Refused(why) if why.contains("12 ms younger")),
+                refused,
+                "{verdict:?}"
+            );
+            // What does not say is known by the rest.
+            assert_eq!(verify(&Action { since_ms: None, ..planned[0].clone() }, &of(&next)), Verdict::Due);
+        }
     }
 
     #[test]

@@ -14,6 +14,7 @@ use std::str::FromStr;
 use hearth_core::id::{InstanceName, VethPrefix};
 use hearth_core::network::{Cidr, SlotLayout};
 use hearth_core::spec::VmmKind;
+use hearth_host::backup::Backups;
 use hearth_node::Failpoints;
 
 /// Everything a daemon is told.
@@ -43,6 +44,8 @@ pub(crate) struct Config {
     pub(crate) network: NetworkConfig,
     /// What happens to leftovers at start.
     pub(crate) reclaim: ReclaimConfig,
+    /// Copies of the host's firewall rules.
+    pub(crate) backup: BackupConfig,
     /// The loop that runs from then on.
     pub(crate) reconcile: ReconcileConfig,
     /// What happens to sandboxes when the daemon stops.
@@ -86,6 +89,13 @@ pub(crate) struct ReclaimConfig {
     pub(crate) budget_count: u64,
     /// Least age of a leftover.
     pub(crate) grace_seconds: u64,
+}
+
+/// `[backup]`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct BackupConfig {
+    /// How many are kept; 0: none are made.
+    pub(crate) keep: usize,
 }
 
 /// `[reconcile]`
@@ -216,6 +226,12 @@ impl Config {
     /// Sockets and logs of this instance.
     pub(crate) fn instance_run_dir(&self) -> PathBuf {
         self.run_dir.join(self.instance.as_str())
+    }
+
+    /// Where the host's firewall rules are saved, if they are.
+    pub(crate) fn backups(&self) -> Option<Backups> {
+        let (dir, instance) = (self.state_dir.join("backups"), self.instance.to_string());
+        (self.backup.keep > 0).then_some(Backups { dir, keep: self.backup.keep, instance })
     }
 
     /// Names and addresses of this instance's slots.

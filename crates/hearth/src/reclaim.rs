@@ -10,7 +10,7 @@ use hearth_core::doctor::{Identity, ItemKind};
 use hearth_core::reclaim_plan::{Action, Here, ReclaimPlan, SCHEMA, Verdict, actions, elsewhere, verify};
 
 use crate::doctor::Diagnosis;
-pub(crate) use hands::KernelHands;
+pub(crate) use hands::{KernelHands, Target};
 
 /// Namespaces that go together.
 const BATCH: usize = 64;

@@ -44,11 +44,17 @@ fn seconds(config: &serde_json::Value, key: &str) -> Duration {
 
 // ---- systemd ----
 
+type Unit = BTreeMap<String, BTreeMap<String, Vec<String>>>;
+
+fn unit() -> Unit {
+    unit_of("hearth.service")
+}
+
 /// `[Section]` → key → values, as systemd reads a unit: a key may be there more than once.
-fn unit() -> BTreeMap<String, BTreeMap<String, Vec<String>>> {
-    let mut unit: BTreeMap<String, BTreeMap<String, Vec<String>>> = BTreeMap::new();
+fn unit_of(name: &str) -> Unit {
+    let mut unit = Unit::new();
     let mut section = String::new();
-    for line in deployed("systemd/hearth.service").lines().map(str::trim) {
+    for line in deployed(&format!("systemd/{name}")).lines().map(str::trim) {
         if line.is_empty() || line.starts_with(['#', ';']) {
             continue;
         }
@@ -127,33 +133,160 @@ fn the_unit_lets_sandboxes_outlive_the_daemon() {
 
 #[test]
 fn systemd_finds_no_fault_with_the_unit() {
-    let test = "systemd_finds_no_fault_with_the_unit";
-    if !in_path("systemd-analyze") {
-        hearth_testkit::skip(test, "no systemd-analyze");
-        return;
+    match systemd_says(&["hearth.service"], |unit| unit) {
+        Ok(said) => assert_eq!(said, ""),
+        Err(why) => {
+            hearth_testkit::skip("systemd_finds_no_fault_with_the_unit", &why);
+            return;
+        }
     }
-    // It looks for the program, which is not installed here.
-    let text_of_unit = deployed("systemd/hearth.service");
-    let program = service("ExecStart").split_whitespace().next().unwrap().to_owned();
-    let here = text_of_unit.replace(&program, hearth().to_str().unwrap());
+    let wrong = |unit: String| unit.replace("KillMode=process", "KillMood=process");
+    let said = systemd_says(&["hearth.service"], wrong).unwrap();
+    assert!(said.contains("KillMood"), "a wrong key goes unnoticed: {said}");
+}
+
+/// Why `systemd-analyze verify` cannot be used here, or what it says of these units, whose program is this one.
+fn systemd_says(units: &[&str], change: impl Fn(String) -> String) -> Result<String, String> {
+    if !in_path("systemd-analyze") {
+        return Err("no systemd-analyze".into());
+    }
     let dir = tempfile::tempdir().unwrap();
-    let file = dir.path().join("hearth.service");
-    let verify = |unit: &str| {
-        fs::write(&file, unit).unwrap();
-        let out = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&file).output().unwrap();
+    let verify = |files: &[PathBuf]| {
+        let out = Command::new("systemd-analyze").args(["verify", "--man=no"]).args(files).output().unwrap();
         (out.status.success(), text(&out.stderr))
     };
-    // Where it cannot work at all it says nothing about the unit.
-    let (works, said) = verify("[Service]\nType=oneshot\nExecStart=/bin/true\n");
+    let plain = dir.path().join("plain.service");
+    fs::write(&plain, "[Service]\nType=oneshot\nExecStart=/bin/true\n").unwrap();
+    let (works, said) = verify(&[plain]);
     if !works {
-        hearth_testkit::skip(test, &format!("systemd-analyze does not work here: {said}"));
+        return Err(format!("systemd-analyze does not work here: {said}"));
+    }
+    let write = |unit: &&str| {
+        let here =
+            deployed(&format!("systemd/{unit}")).replace("/usr/local/bin/hearth", hearth().to_str().unwrap());
+        let file = dir.path().join(unit);
+        fs::write(&file, change(here)).unwrap();
+        file
+    };
+    let files: Vec<PathBuf> = units.iter().map(write).collect();
+    let (_, said) = verify(&files);
+    Ok(said.lines().filter(|l| units.iter().any(|u| l.contains(u))).map(|l| format!("{l}\n")).collect())
+}
+
+/// The regular jobs.
+const JOBS: [&str; 2] = ["doctor", "reclaim"];
+
+#[test]
+fn systemd_finds_no_fault_with_the_regular_jobs() {
+    for job in JOBS {
+        let units = [format!("hearth-{job}.service"), format!("hearth-{job}.timer")];
+        let units: Vec<&str> = units.iter().map(String::as_str).collect();
+        match systemd_says(&units, |unit| unit) {
+            Ok(said) => assert_eq!(said, ""),
+            Err(why) => {
+                hearth_testkit::skip("systemd_finds_no_fault_with_the_regular_jobs", &why);
+                return;
+            }
+        }
+        let said = systemd_says(&units, |unit| unit.replace("OnBootSec", "OnBotSec")).unwrap();
+        assert!(said.contains("OnBotSec"), "a wrong key goes unnoticed: {said}");
+    }
+}
+
+/// Whether the command line takes them, with their values.
+fn takes(args: &[String]) -> bool {
+    let out = Command::new(hearth()).env_clear().args(args).arg("--help").output().unwrap();
+    out.status.success()
+}
+
+/// Commands of a unit, with its own variables put in.
+fn commands(unit: &Unit) -> Vec<Vec<String>> {
+    let service = &unit["Service"];
+    let variables: Vec<(&str, &str)> =
+        service.get("Environment").into_iter().flatten().map(|v| v.split_once('=').unwrap()).collect();
+    let put_in = |word: &str| {
+        let named = variables.iter().find(|(name, _)| word == format!("${{{name}}}"));
+        named.map_or(word, |(_, value)| value).to_owned()
+    };
+    service["ExecStart"]
+        .iter()
+        .map(|line| {
+            let (program, args) = line.split_once(' ').unwrap();
+            assert_eq!(program, "/usr/local/bin/hearth");
+            args.split_whitespace().map(put_in).collect()
+        })
+        .collect()
+}
+
+#[test]
+fn the_regular_jobs_give_options_that_there_are_and_never_ask() {
+    assert!(!takes(&["doctor".into(), "--jsno".into()]), "a wrong option goes unnoticed");
+    for name in JOBS {
+        let unit = unit_of(&format!("hearth-{name}.service"));
+        assert_eq!(unit["Service"]["Type"], ["oneshot"]);
+        assert_eq!(unit["Service"]["PrivateMounts"], ["no"], "the host's namespaces would not be seen");
+        let job: Body = hcl::parse(&deployed(&format!("nomad/hearth-{name}.nomad.hcl"))).unwrap();
+        let job = block(&job, &["job"]).body();
+        // Once on each client, and not again because something was found.
+        assert_eq!(word(job, "type"), "sysbatch");
+        let periodic = block(job, &["periodic"]).body();
+        assert!(matches!(attribute(periodic, "prohibit_overlap"), Some(Expression::Bool(true))));
+        let group = block(job, &["group"]).body();
+        let restart = block(group, &["restart"]).body();
+        assert_eq!(word(restart, "mode"), "fail");
+        assert!(
+            matches!(attribute(restart, "attempts"), Some(Expression::Number(n)) if n.as_u64() == Some(0))
+        );
+        let tasks: Vec<Vec<String>> = blocks(group, "task")
+            .map(|task| {
+                assert_eq!(word(task.body(), "driver"), "raw_exec");
+                args(block(task.body(), &["config"]).body())
+            })
+            .collect();
+        let lines = commands(&unit);
+        assert_eq!(lines, tasks, "systemd and Nomad do not run the same");
+        for line in lines {
+            assert!(takes(&line), "{line:?}");
+            assert!(line.contains(&"--json".to_owned()), "{line:?}");
+            if line.contains(&"apply".to_owned()) {
+                let has = |option: &str| line.iter().any(|a| a == option);
+                assert!(has("--yes") && has("--max") && !has("--interactive"), "{line:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_regular_jobs_end_with_their_codes_where_nobody_can_be_asked() {
+    let test = "the_regular_jobs_end_with_their_codes_where_nobody_can_be_asked";
+    if cannot(test, false) {
         return;
     }
-    let (good, said) = verify(&here);
-    let ours: Vec<&str> = said.lines().filter(|l| l.contains("hearth.service")).collect();
-    assert!(good && ours.is_empty(), "{said}");
-    let (_, said) = verify(&here.replace("KillMode=process", "KillMood=process"));
-    assert!(said.contains("KillMood"), "a wrong key goes unnoticed: {said}");
+    let node = Node::start(&Wish { own_state: true, ..Wish::default() });
+    for name in JOBS {
+        for line in commands(&unit_of(&format!("hearth-{name}.service"))) {
+            // For the instance of this test: another layout's things are the whole machine's.
+            let line: Vec<&str> = line.iter().map(String::as_str).collect();
+            let line: Vec<&str> = line.iter().take_while(|a| **a != "--layout").copied().collect();
+            let line: Vec<&str> = match line.contains(&"apply") {
+                // The daemon reclaims, and all of it.
+                true => line.into_iter().filter(|a| !["--max", "50"].contains(a)).collect(),
+                false => line,
+            };
+            let out = node.cli(&line);
+            let code = out.status.code().unwrap();
+            let said: serde_json::Value = serde_json::from_slice(&out.stdout)
+                .unwrap_or_else(|e| panic!("{line:?}: {e}: {}", text(&out.stderr)));
+            match line[0] {
+                "doctor" => {
+                    let clean = said["findings"] == 0 && said["unseen"].as_array().unwrap().is_empty();
+                    assert_eq!(code, i32::from(!clean), "{said:#}");
+                }
+                _ => assert_eq!(code, 0, "{line:?}: {said:#}"),
+            }
+        }
+    }
+    node.end_clean();
 }
 
 // ---- Nomad ----
@@ -201,14 +334,19 @@ fn duration(body: &Body, key: &str) -> Duration {
 fn task_command(job: &Body) -> (Vec<String>, Vec<(String, String)>) {
     let task = block(job, &["job", "group", "task"]).body();
     let config = block(task, &["config"]).body();
-    let Some(Expression::Array(args)) = attribute(config, "args") else { panic!("no args") };
-    let args = args.iter().map(|a| match a {
-        Expression::String(s) => s.clone(),
-        other => panic!("{other:?}"),
-    });
     let env = block(task, &["env"]).body();
     let env = env.attributes().map(|a| (a.key().to_owned(), word(env, a.key())));
-    (args.collect(), env.collect())
+    (args(config), env.collect())
+}
+
+/// The arguments of a task's program.
+fn args(config: &Body) -> Vec<String> {
+    let Some(Expression::Array(args)) = attribute(config, "args") else { panic!("no args") };
+    let plain = |a: &Expression| match a {
+        Expression::String(s) => s.clone(),
+        other => panic!("{other:?}"),
+    };
+    args.iter().map(plain).collect()
 }
 
 #[test]

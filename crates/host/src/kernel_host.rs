@@ -18,6 +18,7 @@ use hearth_core::process::{Liveness, ProcessIdentity};
 use hearth_core::resource::{Kind, Resource};
 use hearth_core::stuck::Holder;
 
+use crate::backup::Backups;
 use crate::cgroup::Cgroups;
 use crate::directory::Directories;
 use crate::mount::Mounts;
@@ -53,6 +54,9 @@ pub struct KernelHost {
     mounts: Mounts,
     /// Mounts for VMMs, once it is known whether there may be any.
     vmm_mounts: OnceLock<Option<OwnedFd>>,
+    /// Where the rules are saved before the first change of them.
+    backups: Option<Backups>,
+    saved: OnceLock<()>,
 }
 
 impl KernelHost {
@@ -76,7 +80,34 @@ impl KernelHost {
             mounts: Mounts::new(instance, config.run_dir.clone()),
             vmm_mounts: OnceLock::new(),
             config,
+            backups: None,
+            saved: OnceLock::new(),
         })
+    }
+
+    /// Saves the host's firewall rules before this host first changes them. Once in its life: what a later change
+    /// replaces is its own.
+    #[must_use]
+    pub fn with_backups(self, backups: Backups) -> Self {
+        Self { backups: Some(backups), ..self }
+    }
+
+    /// A backup that fails does not keep the rules from being made: without them sandboxes are less apart.
+    fn save_rules(&self) {
+        let Some(backups) = &self.backups else { return };
+        self.saved.get_or_init(|| {
+            let begun = Instant::now();
+            match backups.take("hearth serve, before its first change of the host's rules", None) {
+                Ok(taken) => {
+                    let (path, written) = (taken.path.display(), taken.written);
+                    tracing::info!(%path, written, took = ?begun.elapsed(), "the host's firewall rules are saved");
+                    for why in taken.absent().into_iter().chain(taken.kept) {
+                        tracing::warn!("backup of the firewall rules: {why}");
+                    }
+                }
+                Err(e) => tracing::warn!("no backup of the firewall rules in {}: {e}", backups.dir.display()),
+            }
+        });
     }
 
     /// Its configuration.
@@ -219,7 +250,9 @@ impl Host for KernelHost {
             Resource::Veth { slot } => net::veth::ensure(layout, *slot),
             Resource::Tap { slot } => net::tap::ensure(layout, *slot),
             Resource::SandboxFirewall { slot } => net::sandbox_firewall::ensure(layout, *slot),
-            Resource::HostFirewall => net::host_firewall::ensure(layout, &self.sysctl_record()),
+            Resource::HostFirewall => {
+                net::host_firewall::ensure(layout, &self.sysctl_record(), &|| self.save_rules())
+            }
             Resource::Mount { path } => self.mounts.ensure(path),
         }
     }
@@ -238,7 +271,10 @@ impl Host for KernelHost {
             Resource::Veth { slot } => net::veth::release(layout, *slot, within),
             Resource::Tap { slot } => net::tap::release(layout, *slot, within),
             Resource::SandboxFirewall { slot } => net::sandbox_firewall::release(layout, *slot, within),
-            Resource::HostFirewall => net::host_firewall::release(layout, &self.sysctl_record(), within),
+            Resource::HostFirewall => {
+                self.save_rules();
+                net::host_firewall::release(layout, &self.sysctl_record(), within)
+            }
             Resource::Mount { path } => self.mounts.release(path, within),
         }
     }

@@ -6,6 +6,7 @@
 //! that is not proven ours (law 3).
 #![allow(unsafe_code, reason = "this crate is where the system calls are; each block says why it is sound")]
 
+pub mod backup;
 pub mod cgroup;
 pub mod directory;
 mod error;

@@ -143,7 +143,9 @@ fn with_inode(thing: Thing, path: &Path) -> Option<Thing> {
     let meta = fs::symlink_metadata(path).ok()?;
     let identity = Identity::Inode { device: meta.dev(), inode: meta.ino() };
     // The time of the last change of a directory's own inode is the earliest that every file system has.
-    let since_ms = u64::try_from(meta.ctime()).ok().map(|s| s.saturating_mul(1000));
+    let nanos = u64::try_from(meta.ctime_nsec()).unwrap_or_default();
+    let since_ms =
+        u64::try_from(meta.ctime()).ok().map(|s| s.saturating_mul(1000).saturating_add(nanos / 1_000_000));
     Some(Thing { identity, since_ms, ..thing })
 }
 

@@ -30,7 +30,7 @@ fn the_host_is_afterwards_as_it_was() {
         assert_eq!(sysctl.trim(), "0");
         host_firewall::release(&lab.layout, &lab.record, WITHIN).unwrap();
 
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         assert_eq!(fs::read_to_string(FORWARD).unwrap().trim(), "1");
         assert!(fs::read_to_string(&lab.record).unwrap().contains("\"old\":\"0\""));
         let during = run("nft", "-a list ruleset");
@@ -46,7 +46,7 @@ fn the_host_is_afterwards_as_it_was() {
             "a chain that drops nothing was changed"
         );
 
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         assert_eq!(run("nft", "-a list ruleset"), during, "the second ensure changed something");
         let census = host_firewall::census(&lab.layout).unwrap();
         assert_eq!(census.ours.len(), 1);
@@ -69,12 +69,12 @@ fn a_table_of_another_version_is_replaced() {
             "table inet {name} {{ chain old {{ type filter hook forward priority 0; policy drop; }} }}"
         ));
         assert!(host_firewall::census(&lab.layout).unwrap().ours[0].facts.contains("another version"));
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         let listed = ruleset();
         assert!(!listed.contains("chain old"), "{listed}");
         // A rule of a stranger in it goes too.
         run("nft", &format!("insert rule inet {name} forward accept"));
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         assert_eq!(ruleset(), listed);
     });
 }
@@ -84,9 +84,9 @@ fn a_new_prefix_replaces_the_rules_in_foreign_chains() {
     on_a_host("a_new_prefix_replaces_the_rules_in_foreign_chains", |lab| {
         run("iptables-nft", "-P FORWARD DROP");
         let theirs = run("iptables-nft", "-S");
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         let other = SlotLayout { veth_prefix: "sbx".parse().unwrap(), ..lab.layout.clone() };
-        host_firewall::ensure(&other, &lab.record).unwrap();
+        host_firewall::ensure(&other, &lab.record, &|| ()).unwrap();
         let rules = run("iptables-nft", "-S");
         assert!(rules.contains("-i sbx+") && rules.contains("-o sbx+") && !rules.contains("hth"), "{rules}");
         assert_eq!(rules.lines().count(), theirs.lines().count() + 2, "{rules}");
@@ -98,16 +98,16 @@ fn a_new_prefix_replaces_the_rules_in_foreign_chains() {
 #[test]
 fn a_setting_changed_since_is_left_alone() {
     on_a_host("a_setting_changed_since_is_left_alone", |lab| {
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         fs::write(FORWARD, "0").unwrap();
         // A crash between record and change: the old value on record stays the first one.
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         host_firewall::release(&lab.layout, &lab.record, WITHIN).unwrap();
         assert_eq!(fs::read_to_string(FORWARD).unwrap().trim(), "0");
 
         // On before: not ours to turn off.
         fs::write(FORWARD, "1").unwrap();
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         assert!(!lab.record.exists());
         host_firewall::release(&lab.layout, &lab.record, WITHIN).unwrap();
         assert_eq!(fs::read_to_string(FORWARD).unwrap().trim(), "1");
@@ -124,8 +124,8 @@ fn two_instances_do_not_touch_each_other() {
             cidr: "10.13.0.0/16".parse().unwrap(),
         };
         let others_record = lab.record.with_file_name("other.json");
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
-        host_firewall::ensure(&other, &others_record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
+        host_firewall::ensure(&other, &others_record, &|| ()).unwrap();
         let census = host_firewall::census(&lab.layout).unwrap();
         assert_eq!(census.foreign.keys().collect::<Vec<_>>(), ["hearth-other"]);
         host_firewall::release(&lab.layout, &lab.record, WITHIN).unwrap();
@@ -142,7 +142,7 @@ fn two_instances_do_not_touch_each_other() {
 #[test]
 fn a_damaged_record_is_an_error_and_the_rest_still_goes() {
     on_a_host("a_damaged_record_is_an_error_and_the_rest_still_goes", |lab| {
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         fs::write(&lab.record, "{\"sysctl\":\"kernel.panic\"").unwrap();
         let error = host_firewall::release(&lab.layout, &lab.record, WITHIN).unwrap_err();
         assert_eq!(error.class, ErrorClass::Refused);
@@ -165,14 +165,14 @@ fn a_prefix_that_meets_another_instances_is_a_conflict() {
             cidr: "10.13.0.0/16".parse().unwrap(),
         };
         assert_eq!(conflict(), None);
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         lab.ensure(1);
         // Neither our own things nor an operator's link are another instance's.
         ip("link add hth7 type veth peer name op7");
         assert_eq!(conflict(), None);
         let record = lab.record.with_file_name("other.json");
         for (prefix, meets) in [("oth", false), ("hth", true), ("hthx", true), ("ht", true), ("hta", false)] {
-            host_firewall::ensure(&with(prefix), &record).unwrap();
+            host_firewall::ensure(&with(prefix), &record, &|| ()).unwrap();
             match conflict() {
                 Some(why) => {
                     assert!(meets, "{prefix}: {why}");

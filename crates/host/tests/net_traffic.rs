@@ -106,7 +106,7 @@ fn a_guest_reaches_the_internet_and_nothing_private() {
     on_a_host("a_guest_reaches_the_internet_and_nothing_private", |lab| {
         let (even, odd) = (lab.layout.host_address(slot(1)), lab.layout.sandbox_address(slot(1)));
         with_a_guest(lab, || {
-            host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+            host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
             lab.ensure(2);
             let other = lab.layout.sandbox_address(slot(2));
             // Out, seen with the host's own address.
@@ -133,7 +133,7 @@ fn a_guest_reaches_the_internet_and_nothing_private() {
 fn a_false_source_does_not_get_out() {
     on_a_host("a_false_source_does_not_get_out", |lab| {
         with_a_guest(lab, || {
-            host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+            host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
             ip("-n guest addr add 203.0.113.77/32 dev eth0");
             let sink = inside("inet", || UdpSocket::bind((INTERNET, 53)).unwrap());
             sink.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -172,7 +172,7 @@ fn a_reset_slot_knows_nothing_of_its_former_guest() {
             if ns.is_empty() { count() } else { inside(ns, count) }
         };
         with_a_guest(lab, || {
-            host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+            host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
             assert_eq!(call("guest", INTERNET, PATIENCE).unwrap(), WAN);
             let ns = lab.in_slot(1);
             assert_ne!(connections(&ns).trim(), "0");
@@ -196,20 +196,20 @@ fn a_reset_slot_knows_nothing_of_its_former_guest() {
 fn foreign_firewall(lab: &Lab, make: impl Fn(), picture: impl Fn() -> String) {
     with_a_guest(lab, || {
         // Ours first, then theirs: the order in which a daemon and a firewall service may start.
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         assert_eq!(call("guest", INTERNET, PATIENCE).unwrap(), WAN);
         assert_eq!(host_firewall::obstacles().unwrap(), [""; 0]);
         make();
         assert_eq!(host_firewall::obstacles().unwrap().len(), 1);
         let theirs = picture();
         assert_blocked("guest", INTERNET);
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         assert_eq!(call("guest", INTERNET, PATIENCE).unwrap(), WAN);
         assert_blocked("guest", PRIVATE);
         assert_blocked("inet", lab.layout.sandbox_address(slot(1)));
         let with_ours = picture();
         assert_ne!(with_ours, theirs);
-        host_firewall::ensure(&lab.layout, &lab.record).unwrap();
+        host_firewall::ensure(&lab.layout, &lab.record, &|| ()).unwrap();
         assert_eq!(picture(), with_ours, "the second ensure changed something");
         host_firewall::release(&lab.layout, &lab.record, WITHIN).unwrap();
         assert_eq!(picture(), theirs);

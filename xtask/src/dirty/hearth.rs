@@ -73,7 +73,7 @@ impl Leftovers {
         ensure!(self.slots <= capacity, "{} holds {capacity} slots", self.layout.cidr);
         fs::create_dir_all(&self.dir).with_context(|| format!("make {}", self.dir.display()))?;
         if self.rules {
-            host_firewall::ensure(&self.layout, &self.sysctl_record())?;
+            host_firewall::ensure(&self.layout, &self.sysctl_record(), &|| ())?;
         }
         let next = AtomicU32::new(1);
         let failed = AtomicBool::new(false);

@@ -93,6 +93,11 @@ impl CliError {
         Self { todo: Some(todo.into()), ..self }
     }
 
+    /// What is wrong, without what was tried.
+    pub(super) fn why(&self) -> &str {
+        &self.why
+    }
+
     /// The one line.
     pub(crate) fn line(&self) -> String {
         let todo = self.todo.as_ref().map(|t| format!("; {t}")).unwrap_or_default();

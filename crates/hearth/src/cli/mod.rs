@@ -21,6 +21,7 @@ mod signals;
 mod stdio;
 mod stream;
 mod terminal;
+mod top;
 mod view;
 
 use std::ffi::OsString;
@@ -108,6 +109,9 @@ enum Command {
     /// Plan and remove what is nobody's, also on hosts of another orchestrator
     #[command(subcommand)]
     Reclaim(reclaim::ReclaimCommand),
+    /// Watch the node in the terminal; inspect and delete sandboxes
+    #[command(after_help = top::EXAMPLES)]
+    Top(top::TopArgs),
     /// Print a completion script for a shell
     #[command(
         after_help = "Examples:\n  hearth completions bash > /etc/bash_completion.d/hearth\n  hearth completions zsh > ~/.zfunc/_hearth\n  hearth completions fish > ~/.config/fish/completions/hearth.fish"
@@ -180,6 +184,7 @@ fn dispatch(command: Command, context: &Context) -> Result<ExitCode, CliError> {
         Command::Preflight(args) => preflight::run(&args, context),
         Command::Doctor(args) => block_on(doctor::run(args, context)),
         Command::Reclaim(command) => block_on(reclaim::run(command, context)),
+        Command::Top(args) => block_on(top::run(args, context)),
     };
     code.map(ExitCode::from)
 }

@@ -2,6 +2,7 @@
 //! where one of the instance runs. There are never two that reclaim.
 
 mod ask;
+mod restore;
 mod text;
 
 use std::collections::HashMap;
@@ -27,7 +28,7 @@ use super::error::{self, CliError};
 use super::{Context, out, parse};
 use crate::config::Config;
 use crate::doctor::{Diagnosis, host_config};
-use crate::reclaim::{KernelHands, Order, Outcome, apply, plan, refusal};
+use crate::reclaim::{KernelHands, Order, Outcome, Target, apply, plan, refusal};
 
 /// How long the daemon is asked again to release what is planned: it wants to see a leak twice, and some age.
 const BY_DAEMON: Duration = Duration::from_secs(120);
@@ -55,6 +56,9 @@ pub(super) enum ReclaimCommand {
         after_help = "Examples:\n  hearth reclaim apply plan.json\n  hearth reclaim apply --interactive --layout e2b\n  hearth reclaim apply --yes --max 50 --layout e2b\n\nThe exit code is 1 if something was refused or did not go."
     )]
     Apply(Box<ApplyArgs>),
+    /// Show how the host's firewall rules differ from a backup, and put them back
+    #[command(after_help = restore::EXAMPLES)]
+    Restore(restore::RestoreArgs),
 }
 
 /// Arguments of `hearth reclaim apply`.
@@ -87,6 +91,7 @@ pub(super) async fn run(command: ReclaimCommand, context: &Context) -> Result<u8
     match command {
         ReclaimCommand::Plan { look, out } => make(&look, out.as_deref(), context).await,
         ReclaimCommand::Apply(args) => carry_out(&args, context).await,
+        ReclaimCommand::Restore(args) => restore::run(&args, context),
     }
 }
 
@@ -145,9 +150,9 @@ async fn carry_out(args: &ApplyArgs, context: &Context) -> Result<u8, CliError> 
     // Looked at again under the lock: from here on nobody else releases.
     let done = with_lock(args, planned, layout, &config, context).await;
     let freed = held.release();
-    let (plan, outcomes) = done?;
+    let (plan, outcomes, backup) = done?;
     freed?;
-    show(&plan, &outcomes, context)
+    show(&plan, &outcomes, backup.as_deref(), context)
 }
 
 async fn with_lock(
@@ -156,21 +161,22 @@ async fn with_lock(
     layout: Option<Layout>,
     config: &Config,
     context: &Context,
-) -> Result<(ReclaimPlan, Vec<Outcome>), CliError> {
+) -> Result<(ReclaimPlan, Vec<Outcome>, Option<PathBuf>), CliError> {
     let now = args.look.diagnose(context).await?;
     let place = here().map_err(|e| CliError::failed(WHAT, e.to_string()))?;
     let plan = planned.unwrap_or_else(|| plan(&now, place.clone()));
     if let Some(why) = refusal(&plan, &place, &now) {
         return Err(CliError::failed("nothing is removed", why));
     }
-    let hands = match layout {
-        Some(layout) => KernelHands::Other(Box::new(layout)),
+    let target = match layout {
+        Some(layout) => Target::Other(Box::new(layout)),
         None => {
             let host =
                 KernelHost::new(host_config(config)).map_err(|e| CliError::failed(WHAT, e.to_string()))?;
-            KernelHands::Own(Box::new(host))
+            Target::Own(Box::new(host))
         }
     };
+    let hands = KernelHands::new(target, config.backups());
     let order = Order { max: args.max, parallel: args.parallel, grace: Duration::from_secs(args.grace) };
     let (interactive, json) = (args.interactive, context.json);
     let work = move || {
@@ -186,7 +192,8 @@ async fn with_lock(
             }
         };
         let outcomes = apply(&plan, &now, &hands, &order, &mut asked, &mut tell);
-        (plan, outcomes)
+        let backup = hands.backup().map(|taken| taken.path.clone());
+        (plan, outcomes, backup)
     };
     tokio::task::spawn_blocking(work).await.map_err(|e| CliError::failed(WHAT, e.to_string()))
 }
@@ -268,7 +275,7 @@ async fn by_daemon(
             (Verdict::Due, _) => Outcome::Removed,
         })
         .collect();
-    show(&plan, &outcomes, context)
+    show(&plan, &outcomes, None, context)
 }
 
 /// How each action stands.
@@ -278,11 +285,20 @@ fn standing(plan: &ReclaimPlan, now: &Diagnosis) -> Vec<Verdict> {
     plan.actions.iter().map(|action| verify(action, &items)).collect()
 }
 
-fn show(plan: &ReclaimPlan, outcomes: &[Outcome], context: &Context) -> Result<u8, CliError> {
+fn show(
+    plan: &ReclaimPlan,
+    outcomes: &[Outcome],
+    backup: Option<&Path>,
+    context: &Context,
+) -> Result<u8, CliError> {
     if context.json {
-        out::json(&text::outcomes_json(plan, outcomes))?;
+        out::json(&text::outcomes_json(plan, outcomes, backup))?;
     } else {
         out::print(&text::outcomes(plan, outcomes))?;
+        if let Some(backup) = backup {
+            let backup = backup.display();
+            out::line(&format!("The rules from before: hearth reclaim restore {backup}"))?;
+        }
     }
     let well = outcomes.iter().all(|o| !matches!(o, Outcome::Refused(_) | Outcome::Failed(_)));
     Ok(if well { error::OK } else { error::FAILED })

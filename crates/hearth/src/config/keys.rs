@@ -2,8 +2,8 @@
 //! `cidr` in `[network]` are one entry here: a key added to it has all three.
 
 use super::value::{ConfigValue, Given};
+use super::{BackupConfig, NetworkConfig, ReclaimConfig, ReconcileConfig, ShutdownConfig};
 use super::{Config, ReclaimMode, ReconcileAction, ShutdownMode, VmmChoice};
-use super::{NetworkConfig, ReclaimConfig, ReconcileConfig, ShutdownConfig};
 
 /// One configuration key.
 pub(crate) struct Key {
@@ -101,6 +101,7 @@ pub(crate) static KEYS: &[Key] = &[
         reclaim.grace_seconds,
         "From SIGTERM to SIGKILL, for processes left in a slot"
     ),
+    key!("backup.keep", "N", backup.keep, "Backups of the host's firewall rules to keep; 0: make none"),
     key!("reconcile.interval_seconds", "N", reconcile.interval_seconds, "Time between reconcile passes"),
     key!("reconcile.action", "ACTION", reconcile.action, "clean or report"),
     key!(
@@ -148,6 +149,7 @@ impl Default for Config {
                 budget_count: 0,
                 grace_seconds: 15,
             },
+            backup: BackupConfig { keep: 20 },
             reconcile: ReconcileConfig {
                 interval_seconds: 30,
                 action: ReconcileAction::Clean,

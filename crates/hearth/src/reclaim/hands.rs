@@ -2,14 +2,17 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Duration;
 
+use hearth_core::backup::{Content, Tool};
 use hearth_core::doctor::{Identity, ItemKind};
 use hearth_core::host::{ErrorClass, Host as _, HostError, Pace, SlotRelease};
 use hearth_core::layout::Layout;
 use hearth_core::network::SlotIndex;
 use hearth_core::reclaim_plan::Action;
 use hearth_core::resource::Resource;
+use hearth_host::backup::{Backups, Taken};
 use hearth_host::kernel_host::KernelHost;
 use hearth_host::net::rules::{self, Backend};
 use hearth_host::reclaim::{self, Done};
@@ -22,21 +25,29 @@ const WITHIN: Duration = Duration::from_secs(60);
 /// How long an empty cgroup may take to be removed: a process leaves it a moment after its end.
 const EMPTY: Duration = Duration::from_secs(3);
 
-/// Hands on the kernel.
-pub(crate) enum KernelHands {
-    /// For an instance of ours: whoever makes these holds its lock.
+/// Whose things are removed.
+pub(crate) enum Target {
+    /// An instance of ours: whoever makes these hands holds its lock.
     Own(Box<KernelHost>),
-    /// For another orchestrator.
+    /// Another orchestrator.
     Other(Box<Layout>),
+}
+
+/// Hands on the kernel.
+pub(crate) struct KernelHands {
+    target: Target,
+    backups: Option<Backups>,
+    /// The rules as they were before the first was removed.
+    saved: OnceLock<Result<Taken, String>>,
 }
 
 impl Hands for KernelHands {
     fn remove(&self, batch: &[&Action], order: &Order) -> Vec<Outcome> {
         let Some(first) = batch.first() else { return Vec::new() };
-        match (self, first.kind) {
-            (_, ItemKind::Rule) => remove_rules(batch),
-            (KernelHands::Own(host), ItemKind::Netns | ItemKind::Veth) => own_slots(host, batch, order),
-            (KernelHands::Other(layout), ItemKind::Netns) => {
+        match (&self.target, first.kind) {
+            (_, ItemKind::Rule) => self.remove_rules(batch),
+            (Target::Own(host), ItemKind::Netns | ItemKind::Veth) => own_slots(host, batch, order),
+            (Target::Other(layout), ItemKind::Netns) => {
                 let slots: Vec<(u32, Identity)> =
                     batch.iter().map(|a| (a.slot.unwrap_or_default(), a.identity.clone())).collect();
                 reclaim::remove_namespaces(layout, &slots, WITHIN).into_iter().map(outcome).collect()
@@ -52,23 +63,70 @@ impl Hands for KernelHands {
 }
 
 impl KernelHands {
+    /// Hands that save the host's rules to `backups` before they remove the first.
+    pub(crate) fn new(target: Target, backups: Option<Backups>) -> Self {
+        Self { target, backups, saved: OnceLock::new() }
+    }
+
+    /// The backup, if rules were to be removed.
+    pub(crate) fn backup(&self) -> Option<&Taken> {
+        self.saved.get()?.as_ref().ok()
+    }
+
+    /// Rules that are not saved are not removed: there would be no way back.
+    fn save_rules(&self, backend: Backend) -> Result<(), String> {
+        let Some(backups) = &self.backups else { return Ok(()) };
+        let saved = self.saved.get_or_init(|| {
+            let reason = match &self.target {
+                Target::Own(_) => "hearth reclaim".to_owned(),
+                Target::Other(layout) => format!("hearth reclaim --layout {}", layout.name),
+            };
+            let place = backups.dir.display();
+            backups.take(&reason, None).map_err(|e| format!("the rules cannot be saved in {place}: {e}"))
+        });
+        let tool = match backend {
+            Backend::IptablesNft => Tool::IptablesNft,
+            Backend::IptablesLegacy => Tool::IptablesLegacy,
+            Backend::Nft => Tool::Nft,
+        };
+        let parts = &saved.as_ref().map_err(Clone::clone)?.backup.parts;
+        match parts.iter().find(|p| p.tool == tool).map(|p| &p.content) {
+            Some(Content::Absent(why)) => Err(format!("the rules of {tool} cannot be saved: {why}")),
+            _ => Ok(()),
+        }
+    }
+
+    /// All of one table in one transaction.
+    fn remove_rules(&self, batch: &[&Action]) -> Vec<Outcome> {
+        let Some(Identity::Rule { backend, table }) = batch.first().map(|a| &a.identity) else {
+            return vec![Outcome::Failed("the plan does not say which table".into()); batch.len()];
+        };
+        let Some(backend) = Backend::of(backend) else {
+            return vec![Outcome::Refused(format!("no back end is called {backend:?}")); batch.len()];
+        };
+        if let Err(why) = self.save_rules(backend) {
+            return vec![Outcome::Failed(format!("not removed, since {why}")); batch.len()];
+        }
+        let texts: Vec<String> = batch.iter().map(|a| a.name.clone()).collect();
+        let answer = outcome(rules::delete(backend, table, &texts).map(|()| Done::Removed));
+        vec![answer; batch.len()]
+    }
+
     fn one(&self, action: &Action, order: &Order) -> Result<Done, HostError> {
         let path = PathBuf::from(&action.name);
-        match (action.kind, &action.identity, self) {
+        match (action.kind, &action.identity, &self.target) {
             (ItemKind::Process, Identity::Process(process), _) => {
                 reclaim::end_process(process, order.grace, WITHIN)
             }
             (ItemKind::Socket | ItemKind::Fifo | ItemKind::File, identity, _) => {
                 reclaim::unlink(&path, identity)
             }
-            (ItemKind::Cgroup, identity, KernelHands::Other(_)) => {
-                reclaim::remove_cgroup(&path, identity, EMPTY)
-            }
-            (ItemKind::Cgroup, identity, KernelHands::Own(host)) => {
+            (ItemKind::Cgroup, identity, Target::Other(_)) => reclaim::remove_cgroup(&path, identity, EMPTY),
+            (ItemKind::Cgroup, identity, Target::Own(host)) => {
                 let name = last_part(&path);
                 release(host, &path, identity, &Resource::Cgroup { name })
             }
-            (ItemKind::Directory, identity, KernelHands::Own(host)) => {
+            (ItemKind::Directory, identity, Target::Own(host)) => {
                 let resource = Resource::Directory { path: path.clone() };
                 release(host, &path, identity, &resource)
             }
@@ -126,19 +184,6 @@ fn own_slots(host: &KernelHost, batch: &[&Action], order: &Order) -> Vec<Outcome
     });
     let lost = || Outcome::Failed("no answer came".into());
     outcomes.into_iter().map(|o| o.unwrap_or_else(lost)).collect()
-}
-
-/// All of one table in one transaction.
-fn remove_rules(batch: &[&Action]) -> Vec<Outcome> {
-    let Some(Identity::Rule { backend, table }) = batch.first().map(|a| &a.identity) else {
-        return vec![Outcome::Failed("the plan does not say which table".into()); batch.len()];
-    };
-    let Some(backend) = Backend::of(backend) else {
-        return vec![Outcome::Refused(format!("no back end is called {backend:?}")); batch.len()];
-    };
-    let texts: Vec<String> = batch.iter().map(|a| a.name.clone()).collect();
-    let answer = outcome(rules::delete(backend, table, &texts).map(|()| Done::Removed));
-    vec![answer; batch.len()]
 }
 
 fn outcome(result: Result<Done, HostError>) -> Outcome {

@@ -155,11 +155,15 @@ impl Daemon {
             .thread_name("engine")
             .enable_all()
             .build()?;
-        let host = Arc::new(KernelHost::new(HostConfig {
+        let host = KernelHost::new(HostConfig {
             layout: config.slot_layout(),
             state_dir: config.instance_state_dir(),
             run_dir: config.instance_run_dir(),
-        })?);
+        })?;
+        let host = Arc::new(match config.backups() {
+            Some(backups) => host.with_backups(backups),
+            None => host,
+        });
         if let Err(e) = hearth_host::process::raise_nofile_limit() {
             tracing::warn!("the limit of open files stays low: {e}");
         }

@@ -90,7 +90,12 @@ impl Dirty {
         text(&out.stdout)
     }
 
+    /// A command for this layout.
     pub fn hearth(&self, args: &[&str]) -> Output {
+        self.plain(&[args, &["--layout", self.layout.to_str().unwrap()]].concat())
+    }
+
+    pub fn plain(&self, args: &[&str]) -> Output {
         let mut command = self.netns.command(hearth());
         for (name, _) in std::env::vars_os() {
             if name.to_string_lossy().starts_with("HEARTH_") {
@@ -99,7 +104,7 @@ impl Dirty {
         }
         let run = self.dir.path().join("r");
         command.env("HEARTH_RUN_DIR", run).env("HEARTH_STATE_DIR", self.dir.path().join("s"));
-        command.args(args).arg("--layout").arg(&self.layout).output().unwrap()
+        command.args(args).stdin(std::process::Stdio::null()).output().unwrap()
     }
 
     pub fn json(&self, args: &[&str]) -> Value {

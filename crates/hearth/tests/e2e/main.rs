@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, unreachable_pub, missing_docs)]
 
 mod adopt;
+mod backup;
 mod bad_input;
 mod clean;
 mod collisions;
@@ -19,6 +20,7 @@ mod matrix;
 mod mounts;
 mod net;
 mod node;
+mod planted;
 mod probe;
 mod reclaim;
 mod reconcile;
@@ -27,4 +29,5 @@ mod running;
 mod status;
 mod supervisor;
 mod takeover;
+mod top;
 mod traps;

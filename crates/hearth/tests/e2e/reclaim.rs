@@ -131,6 +131,11 @@ fn a_plan_that_is_stale_hits_nothing() {
     let reused = format!("ns-{}", dirty.slot(3));
     dirty.host("ip", &["netns", "del", &reused]);
     dirty.host("ip", &["netns", "add", &reused]);
+    // Another socket of the same name, and on most file systems of the same inode number.
+    let socket = plan["actions"].as_array().unwrap().iter().find(|a| a["kind"] == "socket").unwrap();
+    let socket = PathBuf::from(socket["name"].as_str().unwrap());
+    fs::remove_file(&socket).unwrap();
+    drop(UnixListener::bind(&socket).unwrap());
     let mut stale = plan.clone();
     let actions = stale["actions"].as_array_mut().unwrap();
     let process = actions.iter_mut().find(|a| a["kind"] == "process").unwrap();
@@ -142,6 +147,7 @@ fn a_plan_that_is_stale_hits_nothing() {
     let refused: BTreeSet<&str> =
         outcomes(&answer, "refused").iter().map(|o| o["name"].as_str().unwrap()).collect();
     assert!(refused.contains(pid.as_str()) && refused.contains(reused.as_str()), "{answer:#}");
+    assert!(refused.contains(socket.to_str().unwrap()) && socket.exists(), "{answer:#}");
     for outcome in outcomes(&answer, "refused") {
         let why = outcome["why"].as_str().unwrap();
         assert!(why.contains("another thing has its name") || why.contains("is inside"), "{why}");

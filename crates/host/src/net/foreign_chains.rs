@@ -19,8 +19,8 @@ use super::nft::{INET, IPV4, Nft, delete_rule, new_rule};
 /// Somebody else may change the rules between our look and our change.
 const TRIES: usize = 8;
 
-/// Adds what is missing.
-pub(crate) fn ensure(op: &Op, nft: &mut Nft, layout: &SlotLayout) -> Result<()> {
+/// Adds what is missing; calls `before` before a change.
+pub(crate) fn ensure(op: &Op, nft: &mut Nft, layout: &SlotLayout, before: &dyn Fn()) -> Result<()> {
     let tag = layout.host_table();
     for chain in forward_chains(nft).map_err(|e| op.netlink("list base chains", e))? {
         let place = describe(&chain);
@@ -29,7 +29,7 @@ pub(crate) fn ensure(op: &Op, nft: &mut Nft, layout: &SlotLayout) -> Result<()> 
         let mut tries = 0;
         loop {
             tries += 1;
-            match complete(nft, &chain, &tag, &pattern(layout), xt) {
+            match complete(nft, &chain, &tag, &pattern(layout), xt, before) {
                 Ok(false) => break,
                 Ok(true) => {
                     tracing::info!(chain = %place, "added the rules that let sandbox traffic pass there");
@@ -59,7 +59,14 @@ pub(crate) fn ensure(op: &Op, nft: &mut Nft, layout: &SlotLayout) -> Result<()> 
 }
 
 /// Adds both rules to one chain if it needs them; whether it did.
-fn complete(nft: &mut Nft, chain: &SeenChain, tag: &str, pattern: &str, xt: bool) -> netlink::Result<bool> {
+fn complete(
+    nft: &mut Nft,
+    chain: &SeenChain,
+    tag: &str,
+    pattern: &str,
+    xt: bool,
+    before: &dyn Fn(),
+) -> netlink::Result<bool> {
     let generation = nft.generation()?;
     let rules = nft.rules(chain.family, &chain.table, Some(&chain.name))?;
     let (tagged, others): (Vec<_>, Vec<_>) =
@@ -77,6 +84,7 @@ fn complete(nft: &mut Nft, chain: &SeenChain, tag: &str, pattern: &str, xt: bool
             messages.push(new_rule(chain.family, &chain.table, &chain.name, &rule, Some(tag), 0));
         }
     }
+    before();
     nft.commit(messages, Some(generation))?;
     Ok(true)
 }

@@ -173,17 +173,17 @@ pub fn prefix_conflict(layout: &SlotLayout, links: &Links) -> Result<Option<Stri
 }
 
 /// Makes the table, adds the rules other firewalls need, and turns on IPv4 forwarding; its old value is written to
-/// the file `record` first.
+/// the file `record` first. `before` is called before each change of rules, and not if all is as it should be.
 ///
 /// # Errors
 /// Refused, saying what to do, if another firewall does not let itself be added to.
-pub fn ensure(layout: &SlotLayout, record: &Path) -> Result<()> {
+pub fn ensure(layout: &SlotLayout, record: &Path, before: &dyn Fn()) -> Result<()> {
     let op = Op::new("ensure", "host-firewall");
     let mut nft = Nft::open().map_err(|e| op.netlink("open an nf_tables socket", e))?;
     // The table first: nothing is let through elsewhere, and nothing forwarded, before it stands.
-    sandbox_firewall::put(&op, &mut nft, &table(layout))?;
-    foreign_chains::ensure(&op, &mut nft, layout)?;
-    legacy::ensure(&op, layout)?;
+    sandbox_firewall::put(&op, &mut nft, &table(layout), before)?;
+    foreign_chains::ensure(&op, &mut nft, layout, before)?;
+    legacy::ensure(&op, layout, before)?;
     forwarding::ensure(&op, record)
 }
 

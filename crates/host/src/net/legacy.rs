@@ -16,8 +16,8 @@ const PROGRAMS: [&str; 3] =
 /// `-w 5` bounds the wait for its lock; this bounds everything.
 const WITHIN: Duration = Duration::from_secs(15);
 
-/// Adds both rules if the FORWARD chain drops what no rule decided.
-pub(crate) fn ensure(op: &Op, layout: &SlotLayout) -> Result<()> {
+/// Adds both rules if the FORWARD chain drops what no rule decided; calls `before` before a change.
+pub(crate) fn ensure(op: &Op, layout: &SlotLayout, before: &dyn Fn()) -> Result<()> {
     let Some(program) = loaded(op)? else { return Ok(()) };
     let (tag, interface) = (layout.host_table(), format!("{}+", layout.veth_prefix));
     let listing = run(op, program, &["-S", "FORWARD"])?;
@@ -28,6 +28,7 @@ pub(crate) fn ensure(op: &Op, layout: &SlotLayout) -> Result<()> {
     if tagged.len() == 2 && tagged.iter().all(|t| t.iter().any(|word| *word == interface)) {
         return Ok(());
     }
+    before();
     delete(op, program, &tagged)?;
     let conntrack = ["-m", "conntrack", "--ctstate", "RELATED,ESTABLISHED"];
     let rest = ["-m", "comment", "--comment", &tag, "-j", "ACCEPT"];

@@ -15,7 +15,8 @@
 //! [`Foreign`](hearth_core::host::ErrorClass::Foreign) and never touched.
 //!
 //! Below them: `attr` and `netlink` (messages and sockets), `rtnl` (links, addresses, routes), `nft` (tables,
-//! chains, rules), `conntrack`. Nothing here runs a program, except `legacy`, which has no other way.
+//! chains, rules), `conntrack`. Nothing here runs a program, except `legacy`, `rules` and `rulesets`, which deal in the
+//! programs' own text.
 
 mod attr;
 mod conntrack;
@@ -32,6 +33,7 @@ mod nft;
 pub mod routes;
 mod rtnl;
 pub mod rules;
+pub mod rulesets;
 pub mod sandbox_firewall;
 pub mod slot;
 pub mod tap;

@@ -73,25 +73,35 @@ pub fn census(layout: &Layout) -> (Vec<SlotRule>, Vec<String>) {
     let mut tables: Vec<&str> = layout.rules.iter().map(|r| r.table.as_str()).collect();
     tables.sort_unstable();
     tables.dedup();
+    let mut listed: Vec<(Backend, &str)> = Vec::new();
     for backend in [Backend::IptablesNft, Backend::IptablesLegacy] {
-        let there = match loaded(backend) {
-            Ok(there) => there,
-            Err(e) => {
-                unseen.push(format!("rule: {}: {e}", backend.as_str()));
-                continue;
-            }
-        };
-        for table in tables.iter().filter(|t| there.iter().any(|there| there == **t)) {
-            match saved(backend, table) {
-                Ok(lines) => found.extend(lines.into_iter().filter_map(|text| {
-                    let slot = layout.slot_of_rule(table, &text)?;
-                    Some(SlotRule { backend, table: (*table).to_owned(), text, slot })
-                })),
-                Err(e) => unseen.push(format!("rule: {} table {table}: {e}", backend.as_str())),
-            }
+        match loaded(backend) {
+            Ok(there) => listed.extend(
+                tables.iter().filter(|t| there.iter().any(|there| there == **t)).map(|t| (backend, *t)),
+            ),
+            Err(e) => unseen.push(format!("rule: {}: {e}", backend.as_str())),
         }
     }
-    match elements(layout) {
+    // At once: with thousands of slots each takes a good part of a second.
+    let (lists, elements) = std::thread::scope(|scope| {
+        let running: Vec<_> =
+            listed.iter().map(|(backend, table)| scope.spawn(|| saved(*backend, table))).collect();
+        let elements = elements(layout);
+        let panicked = |_| Err(io::Error::other("its thread panicked"));
+        let lists: Vec<_> =
+            running.into_iter().map(|thread| thread.join().unwrap_or_else(panicked)).collect();
+        (lists, elements)
+    });
+    for ((backend, table), list) in listed.into_iter().zip(lists) {
+        match list {
+            Ok(lines) => found.extend(lines.into_iter().filter_map(|text| {
+                let slot = layout.slot_of_rule(table, &text)?;
+                Some(SlotRule { backend, table: table.to_owned(), text, slot })
+            })),
+            Err(e) => unseen.push(format!("rule: {} table {table}: {e}", backend.as_str())),
+        }
+    }
+    match elements {
         Ok(elements) => found.extend(elements),
         Err(e) => unseen.push(format!("rule: nft: {e}")),
     }
@@ -118,12 +128,12 @@ pub fn delete(backend: Backend, table: &str, rules: &[String]) -> Result<()> {
         let done = match backend {
             Backend::Nft => {
                 let all = left.iter().map(|e| e.as_str()).collect::<Vec<_>>().join(", ");
-                run("nft", &["-f", "-"], &format!("delete element {table} {{ {all} }}\n"))
+                run("nft", &["-f", "-"], &format!("delete element {table} {{ {all} }}\n"), WITHIN)
             }
             _ => {
                 let lines: String = left.iter().map(|rule| format!("-D {rule}\n")).collect();
                 let program = format!("{}-restore", backend.as_str());
-                run(&program, &["--noflush", "-w", LOCK], &format!("*{table}\n{lines}COMMIT\n"))
+                run(&program, &["--noflush", "-w", LOCK], &format!("*{table}\n{lines}COMMIT\n"), WITHIN)
             }
         };
         // It may be only that somebody was faster with one of them.
@@ -135,10 +145,11 @@ pub fn delete(backend: Backend, table: &str, rules: &[String]) -> Result<()> {
     })
 }
 
-fn run(name: &str, args: &[&str], input: &str) -> io::Result<String> {
+/// Runs a program for rules.
+pub(super) fn run(name: &str, args: &[&str], input: &str, within: Duration) -> io::Result<String> {
     let program = program::find(name)
         .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, format!("{name} is not installed")))?;
-    program::run(&program, args, input, WITHIN)
+    program::run(&program, args, input, within)
         .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", program.display())))
 }
 
@@ -159,7 +170,7 @@ fn loaded(backend: Backend) -> io::Result<Vec<String>> {
 
 /// The rules of one table, as behind `-A`.
 fn saved(backend: Backend, table: &str) -> io::Result<Vec<String>> {
-    let text = run(&format!("{}-save", backend.as_str()), &["-t", table], "")?;
+    let text = run(&format!("{}-save", backend.as_str()), &["-t", table], "", WITHIN)?;
     // A table that was changed by other means is not shown, and that is no error to the program.
     let whole = text.lines().any(|l| l == format!("*{table}")) && text.lines().any(|l| l == "COMMIT");
     if !whole {
@@ -192,7 +203,7 @@ fn elements(layout: &Layout) -> io::Result<Vec<SlotRule>> {
 /// The elements of a set that are one value each, as nft takes them.
 fn listed_elements(table: &str) -> io::Result<Vec<String>> {
     let words: Vec<&str> = table.split(' ').collect();
-    let text = run("nft", &[&["-j", "list", "set"], &words[..]].concat(), "")?;
+    let text = run("nft", &[&["-j", "list", "set"], &words[..]].concat(), "", WITHIN)?;
     let value: Value = serde_json::from_str(&text)?;
     Ok(values(&value))
 }

@@ -115,7 +115,7 @@ pub fn ensure(layout: &SlotLayout, slot: SlotIndex) -> Result<()> {
     let wanted = table(layout, slot);
     netns::enter(&netns::path(layout, slot), || {
         let mut nft = Nft::open().map_err(|e| op.netlink("open an nf_tables socket", e))?;
-        put(&op, &mut nft, &wanted)
+        put(&op, &mut nft, &wanted, &|| ())
     })
 }
 
@@ -153,8 +153,8 @@ pub(crate) fn reset_inside(op: &Op, layout: &SlotLayout, slot: SlotIndex) -> Res
 }
 
 /// Makes `wanted` be there, whole. A table is committed in one transaction, so one with the right fingerprint and
-/// the right number of rules was neither half made nor changed since.
-pub(crate) fn put(op: &Op, nft: &mut Nft, wanted: &Table) -> Result<()> {
+/// the right number of rules was neither half made nor changed since. `before` is called before a change.
+pub(crate) fn put(op: &Op, nft: &mut Nft, wanted: &Table, before: &dyn Fn()) -> Result<()> {
     let seen = nft.table(INET, &wanted.name).map_err(|e| op.netlink("look for the table", e))?;
     if let Some(seen) = &seen
         && seen.comment == Some(wanted.fingerprint())
@@ -164,6 +164,7 @@ pub(crate) fn put(op: &Op, nft: &mut Nft, wanted: &Table) -> Result<()> {
             return Ok(());
         }
     }
+    before();
     nft.commit(wanted.replace(seen.is_some()), None)
         .map_err(|e| op.netlink(&format!("make table inet {}", wanted.name), e))
 }

@@ -79,6 +79,7 @@ mod tests {
             sandbox: None,
             does: "unlink".into(),
             identity: Identity::Inode { device: 1, inode: 77 },
+            since_ms: None,
             evidence: vec!["nobody has it".into(), "a kernel fact".into()],
             goes_with: vec![],
         }

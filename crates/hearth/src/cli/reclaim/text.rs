@@ -94,7 +94,7 @@ pub(super) fn outcomes(plan: &ReclaimPlan, outcomes: &[Outcome]) -> String {
 }
 
 /// The same for programs.
-pub(super) fn outcomes_json(plan: &ReclaimPlan, outcomes: &[Outcome]) -> Value {
+pub(super) fn outcomes_json(plan: &ReclaimPlan, outcomes: &[Outcome], backup: Option<&Path>) -> Value {
     let one = |(action, outcome): (&Action, &Outcome)| {
         json!({
             "number": action.number,
@@ -113,6 +113,7 @@ pub(super) fn outcomes_json(plan: &ReclaimPlan, outcomes: &[Outcome]) -> Value {
         "refused": count("refused"),
         "failed": count("failed"),
         "skipped": count("skipped"),
+        "backup": backup,
         "outcomes": plan.actions.iter().zip(outcomes).map(one).collect::<Vec<_>>(),
     })
 }
