@@ -10,5 +10,8 @@ mod nbd;
 #[path = "../../../../fuzz/src/overlay.rs"]
 mod overlay;
 
+mod attack;
+mod clients;
 mod overlay_properties;
 mod parser;
+mod served;
