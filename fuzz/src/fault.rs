@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -18,8 +18,8 @@ type Sectors = HashMap<u64, [u8; SECTOR as usize]>;
 pub struct FaultyDisk {
     size: u64,
     inner: Mutex<Inner>,
-    /// The next flush fails, and makes nothing durable.
-    pub fail_flush: AtomicBool,
+    /// The flush of this number from now on fails, and makes nothing durable; 0: none does.
+    pub fail_flush: AtomicU8,
 }
 
 #[derive(Default)]
@@ -33,7 +33,7 @@ struct Inner {
 impl FaultyDisk {
     /// All zeroes.
     pub fn new(size: u64) -> Self {
-        Self { size, inner: Mutex::default(), fail_flush: AtomicBool::new(false) }
+        Self { size, inner: Mutex::default(), fail_flush: AtomicU8::new(0) }
     }
 
     /// The disk after a crash: of the writes in doubt those that `keep` picks, in order.
@@ -46,7 +46,7 @@ impl FaultyDisk {
             }
         }
         let inner = Inner { now: after.clone(), durable: after, pending: vec![] };
-        Self { size: self.size, inner: Mutex::new(inner), fail_flush: AtomicBool::new(false) }
+        Self { size: self.size, inner: Mutex::new(inner), fail_flush: AtomicU8::new(0) }
     }
 
     fn write(&self, at: u64, data: &Bytes) {
@@ -121,7 +121,9 @@ impl Backend for FaultyDisk {
     fn flush<'a>(&'a self, _: &'a Limit) -> Answer<'a, ()> {
         Box::pin(async move {
             wait().await;
-            if self.fail_flush.swap(false, Ordering::Relaxed) {
+            let left = self.fail_flush.load(Ordering::Relaxed);
+            self.fail_flush.store(left.saturating_sub(1), Ordering::Relaxed);
+            if left == 1 {
                 return Err(BlockError::Deadline);
             }
             let mut inner = self.inner.lock().expect("not poisoned");

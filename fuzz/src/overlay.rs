@@ -57,8 +57,9 @@ pub enum Op {
         len: u32,
         keep: bool,
     },
+    /// The data is synced first, then the map: one of them may fail.
     Flush {
-        fails: bool,
+        fails: u8,
     },
     /// A flush that is given up after some polls.
     DroppedFlush {
@@ -90,7 +91,7 @@ pub fn ops(mut data: &[u8]) -> Vec<Op> {
             3 => Op::Dropped { at, len, byte, polls },
             4 => Op::Discard { at, len },
             5 => Op::Zero { at, len, keep: kind & 128 != 0 },
-            6 | 7 => Op::Flush { fails: kind & 192 == 192 },
+            6 | 7 => Op::Flush { fails: (kind >> 6).saturating_sub(1) as u8 },
             8 => Op::DroppedFlush { polls },
             9 | 10 => Op::Crash { seed: u64::from(at) << 16 | u64::from(len) },
             _ if kind & 224 == 224 => Op::Diff,
@@ -237,7 +238,7 @@ impl Run {
                 if self.overlay.flush(&limit).await.is_ok() {
                     self.history = vec![self.model.clone()];
                 }
-                self.disk.fail_flush.store(false, Ordering::Relaxed);
+                self.disk.fail_flush.store(0, Ordering::Relaxed);
             }
             Op::DroppedFlush { polls } => {
                 if give_up(self.overlay.flush(&limit), polls).await {

@@ -60,7 +60,9 @@ impl Server {
                 command
             }
         };
-        command.stdin(Stdio::null()).stdout(Stdio::null());
+        // The others complain of the connection that only asks whether they are there.
+        let errors = if kind == Kind::Hearth { Stdio::inherit() } else { Stdio::null() };
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
         let child = command.spawn().with_context(|| format!("start {}: is it installed?", kind.name()))?;
         let mut server = Self { child, socket, name: kind.name() };
         let began = Instant::now();
