@@ -121,7 +121,10 @@ impl Backend for FileBackend {
     fn write_at<'a>(&'a self, at: u64, data: Bytes, limit: &'a Limit) -> Answer<'a, ()> {
         Box::pin(async move {
             self.check(at, data.len() as u64, true)?;
-            self.run("write", limit, move |inner, _| inner.file.write_all_at(&data, at)).await
+            // File systems let one writer at a time into a file; a second would only spin for the lock.
+            let inner = self.inner.clone();
+            let written = self.pool.run_in_turn(limit, move |_| inner.file.write_all_at(&data, at)).await?;
+            written.map_err(|e| self.error("write", e))
         })
     }
 

@@ -41,12 +41,25 @@ struct State {
     threads: usize,
     idle: usize,
     running: usize,
+    /// A job that must be alone among its kind is running.
+    lane_busy: bool,
+    /// A thread was woken or started, and has not looked yet: it wakes the next itself, if there is more to do.
+    waking: bool,
     closed: bool,
+}
+
+impl State {
+    /// The first job that may run now.
+    fn next(&self) -> Option<usize> {
+        self.queue.iter().position(|job| !(job.in_lane && self.lane_busy))
+    }
 }
 
 /// Work on its way; whoever takes it out has it.
 struct Job {
     work: Mutex<Option<Work>>,
+    /// One after the other.
+    in_lane: bool,
     /// The caller has gone: long work looks now and then.
     given_up: AtomicBool,
 }
@@ -92,6 +105,27 @@ impl Pool {
         limit: &Limit,
         work: impl FnOnce(&AtomicBool) -> T + Send + 'static,
     ) -> Result<T, BlockError> {
+        self.start(limit, false, work).await
+    }
+
+    /// Like [`Pool::run`], for work of which only one may run at a time: it waits for its turn without a thread.
+    ///
+    /// # Errors
+    /// As [`Pool::run`].
+    pub async fn run_in_turn<T: Send + 'static>(
+        &self,
+        limit: &Limit,
+        work: impl FnOnce(&AtomicBool) -> T + Send + 'static,
+    ) -> Result<T, BlockError> {
+        self.start(limit, true, work).await
+    }
+
+    async fn start<T: Send + 'static>(
+        &self,
+        limit: &Limit,
+        in_lane: bool,
+        work: impl FnOnce(&AtomicBool) -> T + Send + 'static,
+    ) -> Result<T, BlockError> {
         let (tx, rx) = oneshot::channel();
         let hold = limit.hold();
         let work = move |given_up: &AtomicBool| {
@@ -99,7 +133,8 @@ impl Pool {
             drop(tx.send(work(given_up)));
             drop(hold);
         };
-        let job = Arc::new(Job { work: Mutex::new(Some(Box::new(work))), given_up: AtomicBool::new(false) });
+        let work: Work = Box::new(work);
+        let job = Arc::new(Job { work: Mutex::new(Some(work)), in_lane, given_up: AtomicBool::new(false) });
         let ticket = Ticket(job.clone());
         self.submit(job)?;
         let answer = limit.bound(rx).await;
@@ -116,27 +151,15 @@ impl Pool {
             return Err(BlockError::Stopped);
         }
         state.queue.push_back(job);
-        if state.idle >= state.queue.len() || state.threads == self.shared.most {
-            drop(state);
-            self.shared.work.notify_one();
-            return Ok(());
-        }
-        let shared = self.shared.clone();
-        // Few are needed at once: what the kernel uses of a stack is its own.
-        let thread = std::thread::Builder::new().name("hearth-block".into()).stack_size(256 * 1024);
-        match thread.spawn(move || shared.live()) {
-            Ok(_) => {
-                state.threads += 1;
-                Ok(())
-            }
+        if let Err(e) = self.shared.wake(&mut state)
             // The others will get to it.
-            Err(_) if state.threads > 0 => Ok(()),
-            Err(e) => {
-                state.queue.pop_back();
-                drop(state);
-                Err(self.error("start a thread for", e))
-            }
+            && state.threads == 0
+        {
+            state.queue.pop_back();
+            drop(state);
+            return Err(self.error("start a thread for", e));
         }
+        Ok(())
     }
 
     fn error(&self, doing: &'static str, source: io::Error) -> BlockError {
@@ -184,11 +207,38 @@ impl Pool {
 }
 
 impl Shared {
-    fn live(&self) {
+    /// Has one more thread look for work, if there is some that it could do. One at a time: calls that the page cache answers
+    /// are done by the first before a second has woken up.
+    fn wake(self: &Arc<Self>, state: &mut State) -> io::Result<()> {
+        if state.waking || state.next().is_none() {
+            return Ok(());
+        }
+        if state.idle > 0 {
+            self.work.notify_one();
+        } else if state.threads < self.most {
+            let shared = self.clone();
+            // Few are needed at once: what the kernel uses of a stack is its own.
+            let thread = std::thread::Builder::new().name("hearth-block".into()).stack_size(256 * 1024);
+            thread.spawn(move || shared.live())?;
+            state.threads += 1;
+        } else {
+            // The next that is done looks again.
+            return Ok(());
+        }
+        state.waking = true;
+        Ok(())
+    }
+
+    fn live(self: Arc<Self>) {
         let mut state = lock(&self.state);
+        state.waking = false;
         loop {
-            if let Some(job) = state.queue.pop_front() {
+            if let Some(job) = state.next().and_then(|at| state.queue.remove(at)) {
                 state.running += 1;
+                state.lane_busy |= job.in_lane;
+                if let Err(error) = self.wake(&mut state) {
+                    tracing::warn!(disk = %self.name, %error, "no further thread; requests take longer");
+                }
                 drop(state);
                 let work = lock(&job.work).take();
                 if let Some(work) = work {
@@ -196,9 +246,11 @@ impl Shared {
                     let run = std::panic::AssertUnwindSafe(|| work(&job.given_up));
                     drop(std::panic::catch_unwind(run));
                 }
-                drop(job);
                 state = lock(&self.state);
                 state.running -= 1;
+                if job.in_lane {
+                    state.lane_busy = false;
+                }
                 continue;
             }
             if state.closed {
@@ -208,7 +260,8 @@ impl Shared {
             let (back, waited) = self.work.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
             state = back;
             state.idle -= 1;
-            if waited.timed_out() && state.queue.is_empty() {
+            state.waking = false;
+            if waited.timed_out() && state.next().is_none() {
                 break;
             }
         }
@@ -275,6 +328,28 @@ mod tests {
         let error = pool.run(&limit, |_| panic!("on purpose")).await.unwrap_err();
         assert!(error.to_string().contains("disk 7"), "{error}");
         assert_eq!(pool.run(&limit, |_| 3).await.unwrap(), 3);
+        assert_eq!(pool.close(LONG).await, 0);
+    }
+
+    #[tokio::test]
+    async fn work_in_turn_takes_one_thread_and_holds_up_no_other_work() {
+        let pool = Pool::new("test", 4);
+        let (release, work) = stalled();
+        let long = Limit::within(LONG);
+        let mut first = Box::pin(pool.run_in_turn(&long, work));
+        assert!(futures::poll!(&mut first).is_pending());
+        let mut rest: Vec<_> = (0..10).map(|n| Box::pin(pool.run_in_turn(&long, move |_| n))).collect();
+        for work in &mut rest {
+            assert!(futures::poll!(work).is_pending());
+        }
+        assert_eq!(pool.run(&long, |_| 7).await.unwrap(), 7);
+        assert!(futures::poll!(&mut rest[0]).is_pending(), "two took their turn at once");
+        drop(rest.remove(3));
+        drop(release);
+        first.await.unwrap();
+        let done = futures::future::join_all(rest).await;
+        let done: Vec<i32> = done.into_iter().map(|n| n.unwrap()).collect();
+        assert_eq!(done, [0, 1, 2, 4, 5, 6, 7, 8, 9]);
         assert_eq!(pool.close(LONG).await, 0);
     }
 }
