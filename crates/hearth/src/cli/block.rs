@@ -51,7 +51,7 @@ pub(super) enum BlockCommand {
     },
     /// Make an overlay out of a base and a diff
     #[command(
-        after_help = "Example:\n  hearth block apply --base rootfs.ext4 --overlay new.overlay --diff disk.diff"
+        after_help = "Examples:\n  hearth block apply --base rootfs.ext4 --overlay new.overlay --diff disk.diff"
     )]
     Apply {
         #[command(flatten)]
