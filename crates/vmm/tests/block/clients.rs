@@ -165,6 +165,7 @@ async fn fio_verifies_random_writes_on_several_connections() {
                 "--size=32M",
                 "--verify=crc32c",
                 "--verify_fatal=1",
+                "--verify_state_save=0",
                 "--do_verify=1",
                 "--randrepeat=1",
                 "--name=verify",
