@@ -295,6 +295,12 @@ install_packages() {
         need_command e2fsck e2fsprogs
         need_command debugfs e2fsprogs
         need_command cpio cpio
+        # Clients of the block server.
+        need_command qemu-io qemu-utils
+        need_command nbdinfo libnbd-bin
+        need_command nbdcopy libnbd-bin
+        need_command qemu-img qemu-utils
+        need_command fio fio
         need_command shellcheck shellcheck
     fi
     if ((${#MISSING[@]} == 0)); then

@@ -37,7 +37,7 @@ enum Chore {
     Lab(lab::Args),
     /// Make and delete sandboxes for minutes, with random kills, and count what stays (needs root).
     Soak(soak::Args),
-    /// Measure the product on this machine (needs root).
+    /// Measure the product on this machine (most of them need root).
     #[command(subcommand)]
     Bench(bench::Bench),
 }

@@ -217,6 +217,9 @@ fn every_subcommand_has_help_with_an_example() {
         "doctor report",
         "reclaim plan",
         "reclaim apply",
+        "block serve",
+        "block diff",
+        "block apply",
         "completions",
     ] {
         let args: Vec<&str> = command.split(' ').chain(["--help"]).collect();

@@ -17,6 +17,7 @@ pub mod lock;
 pub mod mount;
 pub mod mountinfo;
 pub mod net;
+pub mod positional;
 pub mod process;
 mod program;
 pub mod reclaim;

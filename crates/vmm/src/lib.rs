@@ -6,6 +6,7 @@
 
 pub mod agent;
 pub mod backend;
+pub mod block;
 pub mod console;
 pub mod end_time;
 pub mod exit_record;

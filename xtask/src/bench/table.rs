@@ -35,7 +35,7 @@ pub(crate) enum Target {
 
 #[derive(Debug)]
 struct Row {
-    measure: &'static str,
+    measure: String,
     unit: Unit,
     target: Option<Target>,
     /// By count; `None`: was to be measured and could not be.
@@ -58,12 +58,13 @@ impl Table {
     /// Notes one value. `None`: it should be there and is not, which misses every target.
     pub(crate) fn set(
         &mut self,
-        measure: &'static str,
+        measure: impl Into<String>,
         unit: Unit,
         target: Option<Target>,
         count: u32,
         value: Option<f64>,
     ) {
+        let measure = measure.into();
         let row = match self.rows.iter_mut().position(|r| r.measure == measure) {
             Some(at) => &mut self.rows[at],
             None => {

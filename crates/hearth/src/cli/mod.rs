@@ -1,6 +1,7 @@
 //! The command line: parses it, runs one subcommand, turns its end into output and an exit code. Nothing here
 //! touches the host; that is the daemon's work, and for templates and kernels the engine's library's.
 
+mod block;
 mod client;
 mod configured;
 mod creating;
@@ -112,6 +113,9 @@ enum Command {
     /// Watch the node in the terminal; inspect and delete sandboxes
     #[command(after_help = top::EXAMPLES)]
     Top(top::TopArgs),
+    /// Look into a disk without its VM: serve it, or take out what differs from its base
+    #[command(subcommand)]
+    Block(block::BlockCommand),
     /// Print a completion script for a shell
     #[command(
         after_help = "Examples:\n  hearth completions bash > /etc/bash_completion.d/hearth\n  hearth completions zsh > ~/.zfunc/_hearth\n  hearth completions fish > ~/.config/fish/completions/hearth.fish"
@@ -183,6 +187,7 @@ fn dispatch(command: Command, context: &Context) -> Result<ExitCode, CliError> {
         Command::Node(command) => block_on(node::run(command, context)),
         Command::Preflight(args) => preflight::run(&args, context),
         Command::Doctor(args) => block_on(doctor::run(args, context)),
+        Command::Block(command) => block::run(command, context),
         Command::Reclaim(command) => block_on(reclaim::run(command, context)),
         Command::Top(args) => block_on(top::run(args, context)),
     };

@@ -11,7 +11,7 @@ mod service;
 mod status;
 
 use std::io::IsTerminal as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -131,12 +131,12 @@ fn stop_now(tasks: &mut JoinSet<()>, handle: MachineHandle, why: &'static str) {
     });
 }
 
-/// Binds the shim's socket, for its owner only. A socket that nobody serves gives way.
-fn bind(path: &PathBuf) -> anyhow::Result<UnixListener> {
+/// Binds a socket, for its owner only. A socket that nobody serves gives way.
+pub(crate) fn bind(path: &Path) -> anyhow::Result<UnixListener> {
     use std::os::unix::fs::PermissionsExt as _;
     check_socket_path(path)?;
     if std::os::unix::net::UnixStream::connect(path).is_ok() {
-        bail!("another shim serves {}", path.display());
+        bail!("somebody else serves {}", path.display());
     }
     remove_socket(path);
     let listener = UnixListener::bind(path).with_context(|| format!("bind {}", path.display()))?;
@@ -145,7 +145,8 @@ fn bind(path: &PathBuf) -> anyhow::Result<UnixListener> {
     Ok(listener)
 }
 
-fn remove_socket(path: &Path) {
+/// Removes a socket that this process served.
+pub(crate) fn remove_socket(path: &Path) {
     match std::fs::remove_file(path) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
             tracing::warn!(error = %e, file = %path.display(), "the socket is left");

@@ -1,0 +1,17 @@
+//! The disks of one VM, served by its shim: [`Backend`] is what a disk can do, [`FileBackend`] a local file,
+//! [`Overlay`] a read-only base with a copy-on-write file above it, [`nbd`] the server.
+//!
+//! Every call takes a stop and a deadline, dropping it cancels it, and what the kernel still works on stays alive
+//! until the kernel is done. Nothing here may block the thread that polls: file I/O is on threads of its own
+//! ([`Pool`]), so that a disk that stalls takes nobody else's with it.
+
+mod backend;
+mod file;
+pub mod nbd;
+mod overlay;
+mod pool;
+
+pub use backend::{Answer, Backend, BlockError, Extent, ExtentKind, Hold, Limit, Zeroes};
+pub use file::FileBackend;
+pub use overlay::{BLOCK, Overlay, OverlayError, diff};
+pub use pool::Pool;

@@ -1,0 +1,4 @@
+//! Any bytes as handshake of an NBD client.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| hearth_fuzz::nbd::handshake(data));
