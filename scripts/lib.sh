@@ -26,7 +26,6 @@ HEARTH=$TARGET/$TRIPLE/release/hearth
 GUEST_BIN=$TARGET/$TRIPLE/release/hearth-guest
 if [[ ${HEARTH_TEST_PROFILE:-release} == dev ]]; then
     HEARTH=$TARGET/$TRIPLE/debug/hearth
-    GUEST_BIN=$TARGET/$TRIPLE/debug/hearth-guest
 fi
 
 # ---------------------------------------------------------------- steps and failures
@@ -404,6 +403,8 @@ build_product() {
     if [[ ${HEARTH_TEST_PROFILE:-release} == dev ]]; then
         # With the tests: alone it would be built with other features, and so twice.
         cargo_here test --workspace --locked --no-run </dev/null
+        # The guest's is small in any case: it is unpacked into the memory of each guest.
+        cargo_here build --release --locked -p hearth-guest </dev/null
     else
         cargo_here build --release --locked -p hearth -p hearth-guest </dev/null
     fi

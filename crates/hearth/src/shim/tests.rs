@@ -327,7 +327,7 @@ async fn a_living_shims_socket_is_not_taken_and_a_stale_one_is() {
     let listener = super::bind(&path).unwrap();
     let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&path).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
-    assert!(super::bind(&path).unwrap_err().to_string().contains("another shim"));
+    assert!(super::bind(&path).unwrap_err().to_string().contains("somebody else serves"));
     drop(listener);
 }
 

@@ -312,6 +312,8 @@ impl Node {
     pub fn end_clean(mut self) {
         let deleted = self.cli(&["rm", "--all"]);
         assert!(deleted.status.success(), "{}", text(&deleted.stderr));
+        // What an earlier daemon left goes in the background, and a daemon's end does not wait for it.
+        crate::dirty::until(&self, "reclaimed", |health| health["reclaim"]["state"] != "running");
         self.stop_daemon();
         self.check_clean();
     }

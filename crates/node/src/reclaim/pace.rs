@@ -20,6 +20,8 @@ const CALM: Duration = Duration::from_millis(300);
 /// From a few to the next few while somebody creates: the kernel is done with the former for most of it. The release
 /// never stands still.
 const YIELD: Duration = Duration::from_millis(400);
+/// A few go at first where nobody can create yet: whoever waits for the end sees that something happens.
+const ALONE: Duration = Duration::from_millis(500);
 /// Until the question is asked again.
 const SOON: Duration = Duration::from_millis(5);
 
@@ -34,7 +36,8 @@ struct State {
     possible: Option<Instant>,
     /// End of the last one.
     last: Option<Instant>,
-    /// When slots were let go last.
+    /// When slots were let go first, and last.
+    first: Option<Instant>,
     let_go: Option<Instant>,
 }
 
@@ -65,10 +68,11 @@ impl Demand {
         let since = |at: Option<Instant>| at.map(|at| now.saturating_duration_since(at));
         let last = if state.creating > 0 { Some(Duration::ZERO) } else { since(state.last) };
         let pace = match since(state.possible) {
-            None => Pace::AtMost(MANY),
+            None => alone(since(state.first)),
             Some(possible) => pace(possible, last, since(state.let_go)),
         };
         if matches!(pace, Pace::AtMost(_)) {
+            state.first = state.first.or(Some(now));
             state.let_go = Some(now);
         }
         pace
@@ -81,6 +85,11 @@ impl Drop for Creating<'_> {
         state.creating = state.creating.saturating_sub(1);
         state.last = Some(Instant::now());
     }
+}
+
+/// The rule while nobody can create, by the time since the first went.
+fn alone(first: Option<Duration>) -> Pace {
+    Pace::AtMost(if first.is_none_or(|t| t < ALONE) { FEW } else { MANY })
 }
 
 /// The rule once creations are possible, by the time since then, since the last one (zero while one is under way), and
@@ -109,12 +118,16 @@ mod tests {
             assert_eq!(pace(after(since), None, Some(NOW)), expected, "{since} s after ready");
         }
         assert_eq!(pace(after(99.0), Some(after(0.6)), Some(NOW)), Pace::AtMost(MANY));
+        // Nobody can yet.
+        for (since, most) in [(None, FEW), (Some(0.4), FEW), (Some(0.5), MANY)] {
+            assert_eq!(alone(since.map(after)), Pace::AtMost(most));
+        }
     }
 
     #[test]
     fn while_somebody_creates_a_few_go_from_time_to_time() {
         let demand = Demand::default();
-        assert_eq!(demand.pace(), Pace::AtMost(MANY), "nobody can yet");
+        assert_eq!(demand.pace(), Pace::AtMost(FEW));
         demand.begin();
         let one = demand.creating();
         let two = demand.creating();
