@@ -596,7 +596,8 @@ inventory() {
         find /sys/fs/cgroup -type d -path '*/hearth*' -printf 'cgroup %p\n' 2>/dev/null || true
         find "$RUN_DIR" -printf 'file %p\n' 2>/dev/null || true
         find /tmp /var/tmp /run -mindepth 1 -maxdepth 1 \( -name '*hearth*' -o -name 'hx??????' \) -printf 'file %p\n' 2>/dev/null || true
-        find "$STATE_DIR" \( -path "$STATE_DIR/templates/*" -o -path "$STATE_DIR/kernels/*" \) -prune \
+        # Saved firewall rules stay on purpose; there are never more than a few.
+        find "$STATE_DIR" \( -path "$STATE_DIR/templates/*" -o -path "$STATE_DIR/kernels/*" -o -path "$STATE_DIR/backups" \) -prune \
             -o -printf 'file %p\n' 2>/dev/null || true
         inventory_processes
     } | sort -u
