@@ -141,14 +141,14 @@ async fn a_count_budget_ends_the_wait_and_not_the_work() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn restarts_in_the_middle_lose_nothing_and_repeat_nothing() {
     let mut bench = Bench::sized("10.12.0.0/22", 0);
-    // Small batches go from the first moment on, and the start is over after the second.
+    // A few go at a time from the first moment on, and the start is over after twice so many.
     bench.reclaim = ReclaimMode::Blocking;
     plant_slots(&bench, 1..=400);
     let mut starts = 0;
     let mut total = 400;
     loop {
         starts += 1;
-        // Stops the release somewhere in its second batch.
+        // Stops the release somewhere among the next few.
         bench.host.fail(Verb::Release, Kind::Netns, 40, Fault::Slow(Duration::from_millis(50)));
         let mut config = bench.config(Failpoints::default());
         config.reclaim.budget_count = Some(20);

@@ -143,7 +143,7 @@ fn a_hundred_kills_in_the_middle_lose_nothing_and_repeat_nothing() {
     }
     const KILLS: u32 = 100;
     const KEPT_BUSY: usize = 80;
-    // Blocking: small batches go from the first moment on, so that most kills come between two of them.
+    // Blocking: a few go at a time from the first moment on, so that most kills come in the middle.
     let mut node = Node::start(&Wish { env: &[("HEARTH_RECLAIM_MODE", "blocking")], ..PROCESS });
     node.ok(&["create", "busybox", "--name", "survivor", "--vmm", "process", "--disk", "16"]);
     let before = node.inspect("survivor");

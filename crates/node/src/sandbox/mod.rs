@@ -111,7 +111,7 @@ mod tests {
 
     use super::*;
 
-    /// The two come together about once in a thousand rounds.
+    /// So many that the two come together: a delete that waits for its answer alone hangs in one of them.
     const ROUNDS: usize = 20_000;
 
     #[test]
