@@ -86,18 +86,10 @@ impl Cgroups {
     /// [`ErrorClass::Refused`] for a name that is no sandbox id.
     pub fn ensure(&self, name: &str) -> Result<(), HostError> {
         let path = self.path("ensure", name)?;
-        let mut tries = 3;
-        loop {
-            match fs::create_dir_all(&path) {
-                Ok(()) => return Ok(()),
-                // Another instance may remove the empty `hearth` just as we are about to use it.
-                Err(e) if e.kind() == io::ErrorKind::NotFound && tries > 0 => tries -= 1,
-                Err(e) => {
-                    let doing = format_args!("mkdir {}", path.display());
-                    return Err(error::os("ensure", format_args!("cgroup {name}"), doing, e));
-                }
-            }
-        }
+        make(&path).map_err(|e| {
+            let doing = format_args!("mkdir {}", path.display());
+            error::os("ensure", format_args!("cgroup {name}"), doing, e)
+        })
     }
 
     /// Sets limits and answers with the names of those the host has no controller for.
@@ -280,6 +272,23 @@ impl Cgroups {
     }
 }
 
+/// Makes the directory and those above it. Other instances make and remove `hearth` at the same time: it may be gone when
+/// it is to be entered (`ENOENT`), or be there when it is to be made and gone when it is looked at (`EEXIST`).
+pub(crate) fn make(path: &Path) -> io::Result<()> {
+    let mut tries = 100;
+    loop {
+        match fs::create_dir_all(path) {
+            Err(e)
+                if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists)
+                    && tries > 0 =>
+            {
+                tries -= 1;
+            }
+            result => return result,
+        }
+    }
+}
+
 /// `None`: no such cgroup.
 fn populated(path: &Path) -> io::Result<Option<bool>> {
     match fs::read_to_string(path.join("cgroup.events")) {
@@ -384,6 +393,30 @@ mod tests {
     use super::*;
     use crate::process::{SpawnOptions, spawn, wait};
     use std::os::fd::AsFd;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    #[test]
+    fn a_directory_is_made_while_others_make_and_remove_the_one_above() {
+        let top = tempfile::tempdir().unwrap();
+        let hearth = top.path().join("hearth");
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    drop(fs::create_dir(&hearth));
+                    // Not empty while the other uses it.
+                    drop(fs::remove_dir(&hearth));
+                }
+            });
+            let path = hearth.join("instance");
+            let made = (0..2000).try_for_each(|_| make(&path).and_then(|()| fs::remove_dir(&path)));
+            done.store(true, Ordering::Relaxed);
+            made.unwrap();
+        });
+        drop(fs::remove_dir(&hearth));
+        fs::write(&hearth, "").unwrap();
+        assert!(make(&hearth).is_err(), "a file in its place is told");
+    }
 
     #[test]
     fn without_cgroup_kill_each_process_is_killed_by_its_pidfd() {

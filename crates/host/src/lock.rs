@@ -146,7 +146,7 @@ impl InstanceClaim {
         let io = |doing, source| LockError::Io { doing, path: cgroup.to_owned(), source };
         let mut tries = 5;
         loop {
-            std::fs::create_dir_all(cgroup).map_err(|e| io("make", e))?;
+            crate::cgroup::make(cgroup).map_err(|e| io("make", e))?;
             let directory = match File::open(cgroup) {
                 Ok(directory) => directory,
                 // An instance that ends removes its empty directory.
