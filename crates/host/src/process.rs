@@ -302,6 +302,12 @@ pub fn is_killed(pid: u32) -> bool {
     masks.filter_map(|m| u64::from_str_radix(m.trim(), 16).ok()).any(|mask| mask & kill != 0)
 }
 
+/// This process's soft limit of open files.
+pub(crate) fn nofile_limit() -> usize {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    limit.and_then(|n| usize::try_from(n).ok()).unwrap_or(usize::MAX)
+}
+
 /// Raises this process's soft limit of open files to its hard one: a daemon holds a few per sandbox, and one
 /// that runs out of them cannot watch its shims.
 ///

@@ -42,6 +42,9 @@ pub(crate) struct Args {
     /// Seconds after which that replay ends; the rest of its sample counts as equally slow.
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     serial_limit: u64,
+    /// How often floor and reclaim are measured, in turn; their ratio is that of the medians.
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: u32,
     /// Parts to run; all by default.
     #[arg(long, value_name = "PART,…", value_delimiter = ',', value_enum)]
     only: Vec<Part>,
@@ -78,7 +81,10 @@ impl Args {
 pub(crate) fn run(args: &Args, stop: &Stop) -> Result<bool> {
     ensure!(is_root(), "the benchmark makes namespaces and links: run it as root");
     ensure!(!args.slots.is_empty() && !args.slots.contains(&0), "--slots: at least one, each at least 1");
-    ensure!(args.creates > 0 && args.sample > 0, "--creates and --sample are at least 1");
+    ensure!(
+        args.creates > 0 && args.sample > 0 && args.rounds > 0,
+        "--creates, --sample and --rounds are at least 1"
+    );
     let daemons = [Part::Reclaim, Part::Creates, Part::Blocking].into_iter().any(|part| args.wants(part));
     let binary = daemons.then(|| daemon::binary(args.binary.as_deref())).transpose()?;
     if args.wants(Part::Creates) {
@@ -118,15 +124,16 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<bool> {
 /// All parts at one count, each on a fresh host: a namespace in which thousands of links died before is up to twice
 /// as slow.
 fn measure(args: &Args, count: u32, binary: Option<&Path>, table: &mut Table, stop: &Stop) -> Result<()> {
-    let mut bench = parts::Count { args, count, table, stop, reclaim: None, floor: None };
+    let mut bench = parts::Count { args, count, table, stop, reclaim: vec![], floor: vec![] };
     let largest = args.slots.iter().max() == Some(&count);
-    let parts: [(bool, parts::Run); 4] = [
-        (args.wants(Part::Floor), parts::floor),
-        (args.wants(Part::Reclaim), parts::reclaim),
+    let in_turn: [(bool, parts::Run); 2] =
+        [(args.wants(Part::Floor), parts::floor), (args.wants(Part::Reclaim), parts::reclaim)];
+    let once: [(bool, parts::Run); 2] = [
         (args.wants(Part::Creates), parts::creates),
         (args.wants(Part::Blocking) && largest, parts::blocking),
     ];
-    for (_, part) in parts.into_iter().filter(|(wanted, _)| *wanted) {
+    let rounds = (0..args.rounds).flat_map(|_| in_turn);
+    for (_, part) in rounds.chain(once).filter(|(wanted, _)| *wanted) {
         on_a_host(|| with_leftovers(&mut bench, binary, part))?;
     }
     if args.wants(Part::Serial) {

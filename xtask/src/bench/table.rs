@@ -55,7 +55,8 @@ impl Table {
         Self { counts: counts.to_vec(), rows: vec![] }
     }
 
-    /// Notes one value. `None`: it should be there and is not, which misses every target.
+    /// Notes one value. `None`: it should be there and is not, which misses every target. Of several at one count that
+    /// which misses its target stays.
     pub(crate) fn set(
         &mut self,
         measure: impl Into<String>,
@@ -73,7 +74,17 @@ impl Table {
                 &mut self.rows[last]
             }
         };
-        row.values.insert(count, value);
+        let missed = |v: &Option<f64>| target.is_some_and(|t| !v.is_some_and(|v| t.met_by(v)));
+        if !row.values.get(&count).is_some_and(missed) {
+            row.values.insert(count, value);
+        }
+    }
+
+    /// Takes a value back.
+    pub(crate) fn forget(&mut self, measure: &str, count: u32) {
+        if let Some(row) = self.rows.iter_mut().find(|r| r.measure == measure) {
+            row.values.remove(&count);
+        }
     }
 
     /// Whether every target was met at every count.
@@ -206,6 +217,20 @@ mod tests {
         table.set("blocking", Unit::S, Some(Target::About(2.0, 0.5)), 10000, Some(2.5));
         table.set("floor", Unit::S, None, 4000, Some(3.0));
         table
+    }
+
+    #[test]
+    fn of_several_rounds_the_one_that_misses_stays() {
+        let mut table = Table::new(&[4000]);
+        for failed in [0.0, 3.0, 0.0] {
+            table.set("failed", Unit::Count, Some(Target::Is(0.0)), 4000, Some(failed));
+            table.set("floor", Unit::S, None, 4000, Some(failed));
+        }
+        let value = |table: &Table, row: usize| table.json()[row]["values"]["4000"].as_f64();
+        assert_eq!((value(&table, 0), value(&table, 1)), (Some(3.0), Some(0.0)));
+        table.forget("failed", 4000);
+        table.set("failed", Unit::Count, Some(Target::Is(0.0)), 4000, Some(0.0));
+        assert_eq!(value(&table, 0), Some(0.0));
     }
 
     #[test]

@@ -281,6 +281,15 @@ pub(crate) fn look(op: &Op, path: &Path) -> Result<Place> {
     Ok(Place::Namespace(fd, id))
 }
 
+/// The namespace under this name if it is the one that was seen there.
+pub(crate) fn open_known(path: &Path, known: NsId) -> Option<OwnedFd> {
+    // Whatever may be there by now: a FIFO would block.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let fd = rustix::fs::open(path, flags, Mode::empty()).ok()?;
+    let stat = rustix::fs::fstat(&fd).ok()?;
+    ((stat.st_dev, stat.st_ino) == known).then_some(fd)
+}
+
 fn describe(m: &fs::Metadata) -> String {
     let t = m.file_type();
     match () {

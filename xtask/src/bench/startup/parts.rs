@@ -34,9 +34,10 @@ pub(super) struct Count<'a> {
     pub(super) count: u32,
     pub(super) table: &'a mut Table,
     pub(super) stop: &'a Stop,
-    /// Time of the undisturbed reclaim, from exec to done.
-    pub(super) reclaim: Option<Duration>,
-    pub(super) floor: Option<Duration>,
+    /// Times of the undisturbed reclaim, from exec to done, one a round.
+    pub(super) reclaim: Vec<Duration>,
+    /// Times of the kernel's floor.
+    pub(super) floor: Vec<Duration>,
 }
 
 /// One part: it finds the leftovers made, and may leave some.
@@ -51,6 +52,12 @@ impl Count<'_> {
         value: impl Into<Option<f64>>,
     ) {
         self.table.set(measure, unit, target, self.count, value.into());
+    }
+
+    /// The same for a value that each round makes more certain.
+    fn set_anew(&mut self, measure: &'static str, unit: Unit, target: Option<Target>, value: Option<f64>) {
+        self.table.forget(measure, self.count);
+        self.set(measure, unit, target, value);
     }
 
     fn say(&self, what: &str) {
@@ -110,8 +117,9 @@ pub(super) fn floor(bench: &mut Count<'_>, _: &Ground, leftovers: &Leftovers) ->
     let ours = |name: &str| leftovers.layout.slot_of_veth(name).is_some();
     sweep::wait_until_gone(ours, sweep::patience(bench.count), bench.stop)?;
     let took = began.elapsed();
-    bench.floor = Some(took);
-    bench.set("kernel's floor", Unit::S, None, took.as_secs_f64());
+    bench.floor.push(took);
+    bench.say(&format!("the kernel's floor: {:.2} s", took.as_secs_f64()));
+    bench.set("kernel's floor", Unit::S, None, percentile(&bench.floor, 50).map(|t| t.as_secs_f64()));
     Ok(())
 }
 
@@ -158,11 +166,14 @@ pub(super) fn reclaim(bench: &mut Count<'_>, ground: &Ground, leftovers: &Leftov
         bench.set("times that count fell", Unit::Count, Some(Target::Is(0.0)), f64::from(fell));
         let failed = seen.samples.last().map(|s| s.failed as f64);
         bench.set("releases that failed", Unit::Count, Some(Target::Is(0.0)), failed);
-        bench.set("exec to reclaim done", Unit::S, None, done.as_secs_f64());
-        bench.reclaim = Some(done);
-        if let Some(floor) = bench.floor {
-            let ratio = done.as_secs_f64() / floor.as_secs_f64();
-            bench.set("reclaim / floor", Unit::Times, Some(Target::AtMost(1.5)), ratio);
+        bench.say(&format!("reclaim done after {:.2} s", done.as_secs_f64()));
+        bench.reclaim.push(done);
+        let median = |times: &[Duration]| percentile(times, 50).map(|t| t.as_secs_f64());
+        let (ours, floor) = (median(&bench.reclaim), median(&bench.floor));
+        bench.set("exec to reclaim done", Unit::S, None, ours);
+        let ratio = ours.zip(floor).map(|(ours, floor)| ours / floor);
+        if bench.floor.len() == bench.reclaim.len() {
+            bench.set_anew("reclaim / floor", Unit::Times, Some(Target::AtMost(1.5)), ratio);
         }
         bench.set("leaked namespaces left", Unit::Count, Some(Target::Is(0.0)), namespaces as f64);
         bench.set("leaked links left", Unit::Count, Some(Target::Is(0.0)), links as f64);

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use super::parts::Count;
+use crate::bench::stats::percentile;
 use crate::bench::table::{Target, Unit};
 use crate::dirty::e2b::{self, Leftovers};
 use crate::dirty::e2b_rules;
@@ -47,7 +48,7 @@ pub(super) fn measure(bench: &mut Count<'_>) -> Result<()> {
     bench.set("serial way: slots replayed", Unit::Count, None, f64::from(replayed));
     bench.set("serial way: each slot", Unit::Ms, None, each * 1000.0);
     bench.set("serial way: all slots, extrapolated", Unit::S, None, all);
-    if let Some(ours) = bench.reclaim {
+    if let Some(ours) = percentile(&bench.reclaim, 50) {
         let ratio = all / ours.as_secs_f64();
         bench.set("serial way / reclaim", Unit::Times, Some(Target::AtLeast(100.0)), ratio);
     }

@@ -16,6 +16,9 @@ use crate::net::rtnl::LinkEvents;
 const QUIET: Duration = Duration::from_millis(300);
 /// When none goes for this long, something holds those that are left.
 const STALLED: Duration = Duration::from_secs(1);
+/// What the kernel may take for each of those before it: of thousands that die at once none goes until all are prepared,
+/// 10 s for 4,000 among 10,000.
+const EACH: Duration = Duration::from_millis(10);
 /// Many links go at a thousand a second. Waking for each would disturb the kernel's worker, which waits for all
 /// processors once a tap (`synchronize_net` in tun_detach_all).
 const MANY: usize = 64;
@@ -101,7 +104,8 @@ impl Deaths {
         peer_nsid: Option<i32>,
     ) {
         self.progress = Instant::now();
-        let until = self.progress + self.within;
+        let turn = EACH * u32::try_from(self.pending).unwrap_or(u32::MAX);
+        let until = self.progress + self.within + turn;
         let dying = Dying { slot, name: name.to_owned(), ids, peer_nsid, until, pending: true };
         self.pending += usize::from(self.dying.insert(index, dying).is_none_or(|former| !former.pending));
     }

@@ -8,8 +8,11 @@
 //! - Addresses first: cleaning up routes is what makes the death of many links quadratic.
 //! - All are looked at before the first of them goes: a look wants the lock that the worker holds while links die, 0.5 ms
 //!   a slot then, 0.1 ms before.
-//! - Taking names away costs as much as the kernel's work on what lost them, and the two go on at once: while some
-//!   die the next are made due. Links that are gone are heard of by netlink events.
+//! - Names go before anything dies: an unmount takes 0.08 ms in peace and up to 1 ms while the worker waits for grace
+//!   periods of its own. A descriptor keeps each namespace alive until all of a batch have lost their names.
+//! - A batch is let go at once, and the next begins when it is gone: the worker looks for each namespace that dies in all
+//!   that live on, so few large batches are less work for it than many small ones.
+//! - Links that are gone are heard of by netlink events.
 //!
 //! The host's end is the witness of a namespace's death: as long as anything holds the namespace (a process, a socket,
 //! a tap's descriptor) it is there. It is never deleted to make a slot look gone.
@@ -37,8 +40,10 @@ const TICK: Duration = Duration::from_millis(20);
 const RUN: usize = 512;
 /// Slots looked at before the first one goes: at most a second or two.
 const AHEAD: usize = 10_000;
-/// Slots looked at before the pace is asked again.
+/// Slots looked at, or without their names, before the pace is asked again.
 const SLICE: usize = 16;
+/// Namespaces kept alive without their names: so many descriptors, and no more than a quarter of what may be open.
+const KEPT: usize = 4096;
 
 /// Finds out which processes are this instance's: pid and the cgroup that proves it.
 pub type OwnProcesses<'a> = dyn Fn() -> Result<BTreeMap<u32, String>> + 'a;
@@ -82,6 +87,8 @@ pub fn release(
         deaths,
         waiting: slots.iter().copied().collect(),
         next: VecDeque::new(),
+        kept: VecDeque::new(),
+        most_kept: KEPT.min(process::nofile_limit() / 4).max(1),
         held: Vec::new(),
         inside: Inside::default(),
     };
@@ -98,6 +105,9 @@ struct Release<'a> {
     waiting: VecDeque<SlotIndex>,
     /// Looked at and without address: the next to go.
     next: VecDeque<Ready>,
+    /// Without their names, and kept alive until they may die.
+    kept: VecDeque<Kept>,
+    most_kept: usize,
     /// Kept by processes of ours that were told to end.
     held: Vec<Held>,
     inside: Inside,
@@ -113,41 +123,70 @@ struct Ready {
     stranger: Option<String>,
 }
 
+/// A slot whose namespace has lost its name.
+struct Kept {
+    slot: SlotIndex,
+    ids: Vec<NsId>,
+    witness: Link,
+    /// Keeps it alive.
+    _namespace: Option<OwnedFd>,
+}
+
 impl Release<'_> {
     fn run(&mut self) {
-        while !(self.waiting.is_empty()
-            && self.next.is_empty()
-            && self.deaths.is_empty()
-            && self.held.is_empty())
-        {
+        while self.has_work() || !self.deaths.is_empty() || !self.held.is_empty() {
             let mut pause = TICK;
-            if !(self.waiting.is_empty() && self.next.is_empty()) {
+            if self.has_work() {
                 match (self.order.pace)() {
                     // While somebody creates the lock is theirs.
                     Pace::AtMost(n) if n > SLICE && self.has_much_to_look_at() => {
                         self.look_ahead(SLICE);
                         pause = Duration::ZERO;
                     }
-                    Pace::AtMost(n) => {
-                        let room = n.max(1).saturating_sub(self.deaths.pending());
-                        if room > 0 {
-                            self.begin(room.min(SLICE));
-                            pause = Duration::ZERO;
-                        }
-                    }
+                    Pace::AtMost(n) => pause = self.go_on(n.clamp(1, self.most_kept)),
                     Pace::Wait(time) => pause = time.min(TICK),
                     Pace::End => {
                         self.waiting.clear();
                         self.next.clear();
+                        self.let_go(self.kept.len());
                     }
                 }
             }
             self.look_after_held();
             if !self.deaths.is_empty() {
                 self.wait_for_links(pause);
-            } else if !(self.held.is_empty() && self.waiting.is_empty() && self.next.is_empty()) {
+            } else if self.has_work() || !self.held.is_empty() {
                 std::thread::sleep(pause);
             }
+        }
+    }
+
+    /// Whether there are slots that do not die yet.
+    fn has_work(&self) -> bool {
+        !(self.waiting.is_empty() && self.next.is_empty() && self.kept.is_empty())
+    }
+
+    /// Takes names away until `n` namespaces have none, then lets them die. Answers how long to wait.
+    fn go_on(&mut self, n: usize) -> Duration {
+        if self.deaths.pending() > 0 {
+            return TICK;
+        }
+        if self.kept.len() < n {
+            self.begin(SLICE.min(n - self.kept.len()));
+            if self.kept.len() < n && !(self.waiting.is_empty() && self.next.is_empty()) {
+                return Duration::ZERO;
+            }
+        }
+        self.let_go(n);
+        TICK
+    }
+
+    /// Lets some of those without names die: all at once, when the last descriptor of them is closed.
+    fn let_go(&mut self, n: usize) {
+        let gone: Vec<Kept> = self.kept.drain(..n.min(self.kept.len())).collect();
+        for kept in &gone {
+            let (witness, ids) = (&kept.witness, kept.ids.clone());
+            self.deaths.add(witness.index, &witness.name, kept.slot, ids, witness.peer_nsid);
         }
     }
 
@@ -317,7 +356,10 @@ impl Release<'_> {
 
     fn unlink(&mut self, r: &Ready) -> Result<()> {
         let op = op(self.layout, r.slot);
-        let ids = netns::unlink(&op, &netns::path(self.layout, r.slot), r.id)?;
+        let path = netns::path(self.layout, r.slot);
+        // Where there are no descriptors left it dies at once, and more slowly.
+        let namespace = r.id.and_then(|id| netns::open_known(&path, id));
+        let ids = netns::unlink(&op, &path, r.id)?;
         let Some(w) = &r.witness else {
             let foreign = r.stranger.as_ref().map(|why| op.foreign(why.clone()));
             self.tell(r.slot, foreign.map_or(Ok(()), Err));
@@ -327,7 +369,7 @@ impl Release<'_> {
             // Both ends are here: no namespace will take it along.
             self.rtnl.delete_link(w.index).map_err(|e| op.netlink("delete its link", e))?;
         }
-        self.deaths.add(w.index, &w.name, r.slot, ids, w.peer_nsid);
+        self.kept.push_back(Kept { slot: r.slot, ids, witness: w.clone(), _namespace: namespace });
         Ok(())
     }
 
