@@ -7,9 +7,11 @@ mod look;
 mod report;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::AssertUnwindSafe;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures::FutureExt as _;
 use hearth_core::host::Host;
 use hearth_core::id::SandboxId;
 use hearth_core::network::SlotIndex;
@@ -18,7 +20,7 @@ use hearth_core::resource::{Kind, Resource};
 use tokio::sync::watch;
 
 use crate::config::{Reconcile, ReconcileAction};
-use crate::engine::Engine;
+use crate::engine::{Engine, panic_text};
 use crate::error::EngineError;
 use crate::reclaim::{KindProgress, Leftovers};
 
@@ -129,22 +131,32 @@ impl<H: Host> Engine<H> {
         let mut kept = self.reconciler.kept.lock().await;
         let begun = Instant::now();
         self.reconciler.got_on();
-        let looked = self.look().await;
-        self.reconciler.got_on();
-        let mut pass = match looked {
-            Err(why) => Pass { result: PassResult::Incomplete, reason: why, ..Pass::default() },
-            Ok(look) => {
-                let found = findings(&look.scene, &look.before, &look.after);
-                let objects = look.scene.objects();
-                let seen = Seen { found, objects, firewall: look.firewall };
-                if dry_run { self.plan_only(&kept, seen) } else { self.act(&mut kept, seen).await }
-            }
-        };
+        // A pass that panics is one that failed: the loop goes on.
+        let whole = AssertUnwindSafe(self.look_and_act(&mut kept, dry_run)).catch_unwind().await;
+        let mut pass = whole.unwrap_or_else(|panic| Pass {
+            result: PassResult::Failed,
+            reason: format!("the pass panicked: {}", panic_text(panic.as_ref())),
+            ..Pass::default()
+        });
         pass.took = begun.elapsed();
         if !dry_run {
             self.count(&mut kept, &pass);
         }
         pass
+    }
+
+    async fn look_and_act(&self, kept: &mut Kept, dry_run: bool) -> Pass {
+        let looked = self.look().await;
+        self.reconciler.got_on();
+        match looked {
+            Err(why) => Pass { result: PassResult::Incomplete, reason: why, ..Pass::default() },
+            Ok(look) => {
+                let found = findings(&look.scene, &look.before, &look.after);
+                let objects = look.scene.objects();
+                let seen = Seen { found, objects, firewall: look.firewall };
+                if dry_run { self.plan_only(kept, seen) } else { self.act(kept, seen).await }
+            }
+        }
     }
 
     fn guards(&self) -> Guards {

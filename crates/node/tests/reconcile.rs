@@ -438,6 +438,23 @@ async fn a_loop_that_hangs_is_noticed_and_forgiven() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pass_that_panics_has_failed_and_the_loop_goes_on() {
+    let mut bench = Bench::new();
+    bench.reconcile.interval = Duration::from_millis(5);
+    bench.reconcile.max_share_percent = 100;
+    let engine = engine(&bench).await;
+    let failed = |engine: &Engine<FakeHost>| {
+        engine.reconcile_report().passes.get(&PassResult::Failed).copied().unwrap_or(0)
+    };
+    bench.host.fail(Verb::Census, Kind::Cgroup, 1, Fault::Panic);
+    until("the pass that panicked", || failed(&engine) == 1).await;
+    bench.host.plant(cgroup());
+    until("the leak is gone", || !bench.leftovers().contains(&cgroup())).await;
+    assert_eq!(engine.reconcile_stopped(), None);
+    engine.detach().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_storm_of_creations_under_fast_passes_loses_no_slot_and_shares_none() {
     const ROUNDS: usize = 12;
     const AT_ONCE: usize = 8;

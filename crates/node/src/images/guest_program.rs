@@ -19,6 +19,10 @@ const TRIES: usize = 5;
 pub struct GuestProgram {
     path: PathBuf,
     known: Mutex<Option<(Stamp, Digest)>>,
+    /// Held while it is read for its hash: all who ask at once wait for one read.
+    reading: Mutex<()>,
+    #[cfg(test)]
+    reads: std::sync::atomic::AtomicU32,
 }
 
 /// What tells that a file is still the same.
@@ -47,7 +51,13 @@ impl GuestProgram {
     /// The binary at `path`; nothing is read yet.
     #[must_use]
     pub fn new(path: PathBuf) -> Self {
-        Self { path, known: Mutex::new(None) }
+        Self {
+            path,
+            known: Mutex::new(None),
+            reading: Mutex::new(()),
+            #[cfg(test)]
+            reads: std::sync::atomic::AtomicU32::new(0),
+        }
     }
 
     /// Where it is.
@@ -58,16 +68,30 @@ impl GuestProgram {
 
     /// Its hash: one look at the file's metadata while that is the same.
     pub(super) fn digest(&self) -> io::Result<Digest> {
+        if let Some(digest) = self.known()? {
+            return Ok(digest);
+        }
+        let _one = self.reading.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.known()? {
+            Some(digest) => Ok(digest),
+            None => self.read().map(|(_, digest)| digest),
+        }
+    }
+
+    /// What it was last, if it is still the same.
+    fn known(&self) -> io::Result<Option<Digest>> {
         let known = *self.known.lock().unwrap_or_else(PoisonError::into_inner);
         match known {
-            Some((stamp, digest)) if Stamp::of(&self.path)? == stamp => Ok(digest),
-            _ => self.read().map(|(_, digest)| digest),
+            Some((stamp, digest)) if Stamp::of(&self.path)? == stamp => Ok(Some(digest)),
+            _ => Ok(None),
         }
     }
 
     /// Its contents, with their hash.
     pub(super) fn read(&self) -> io::Result<(Vec<u8>, Digest)> {
         for _ in 0..TRIES {
+            #[cfg(test)]
+            self.reads.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             let before = Stamp::of(&self.path)?;
             let bytes = fs::read(&self.path)?;
             if Stamp::of(&self.path)? == before {
@@ -83,6 +107,7 @@ impl GuestProgram {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::Ordering;
 
     #[test]
     fn a_replaced_or_rewritten_binary_has_another_hash() {
@@ -100,5 +125,19 @@ mod tests {
         assert_ne!(two, one);
         fs::write(&path, "longer").unwrap();
         assert_ne!(guest.digest().unwrap(), two);
+    }
+
+    #[test]
+    fn all_who_ask_at_once_wait_for_one_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("guest");
+        fs::write(&path, vec![7; 4 << 20]).unwrap();
+        let guest = GuestProgram::new(path);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| guest.digest().unwrap());
+            }
+        });
+        assert_eq!(guest.reads.load(Ordering::Relaxed), 1);
     }
 }
