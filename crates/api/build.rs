@@ -7,6 +7,7 @@ use prost::Message as _;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = [
+        "hearth/v1/events.proto",
         "hearth/v1/exec.proto",
         "hearth/v1/sandbox.proto",
         "hearth/v1/node.proto",

@@ -5,6 +5,7 @@ mod block;
 mod creates;
 pub(crate) mod daemon;
 mod http;
+mod scrape;
 mod startup;
 mod stats;
 mod table;
@@ -21,6 +22,8 @@ pub(crate) enum Bench {
     Startup(startup::Args),
     /// The block server against others with the same client (needs fio, qemu-nbd and nbdkit, no root).
     Block(block::Args),
+    /// A scrape of `/metrics` of a node with many sandboxes.
+    Scrape(scrape::Args),
 }
 
 /// Whether the run counts as good: it measured, and with `--strict` every target was met.
@@ -28,5 +31,6 @@ pub(crate) fn run(bench: &Bench, stop: &Stop) -> Result<bool> {
     match bench {
         Bench::Startup(args) => startup::run(args, stop),
         Bench::Block(args) => block::run(args, stop),
+        Bench::Scrape(args) => scrape::run(args, stop),
     }
 }

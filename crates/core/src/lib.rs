@@ -4,6 +4,7 @@
 pub mod agent;
 pub mod backup;
 pub mod doctor;
+pub mod event;
 pub mod exit;
 pub mod host;
 pub mod id;

@@ -4,6 +4,7 @@
 
 pub(crate) mod keys;
 pub(crate) mod layers;
+mod observe;
 mod value;
 
 use std::fmt;
@@ -16,6 +17,8 @@ use hearth_core::network::{Cidr, SlotLayout};
 use hearth_core::spec::VmmKind;
 use hearth_host::backup::Backups;
 use hearth_node::Failpoints;
+
+pub(crate) use observe::{EventsConfig, LogConfig, LogFormat, MetricsConfig, OtlpConfig, Url, WebhookConfig};
 
 /// Everything a daemon is told.
 #[derive(Clone, PartialEq, Eq)]
@@ -50,6 +53,16 @@ pub(crate) struct Config {
     pub(crate) reconcile: ReconcileConfig,
     /// What happens to sandboxes when the daemon stops.
     pub(crate) shutdown: ShutdownConfig,
+    /// The journal of what happens.
+    pub(crate) events: EventsConfig,
+    /// Events posted to somebody.
+    pub(crate) webhook: WebhookConfig,
+    /// Traces sent to a collector.
+    pub(crate) otlp: OtlpConfig,
+    /// The daemon's own log.
+    pub(crate) log: LogConfig,
+    /// What `/metrics` shows.
+    pub(crate) metrics: MetricsConfig,
     /// Faults on purpose, for tests.
     pub(crate) failpoints: Failpoints,
     /// Whether sandboxes may run without a VMM, for tests.
@@ -298,7 +311,7 @@ impl Config {
         if !(1..=100).contains(&share) {
             return Err(("reconcile.max_share_percent", format!("{share} is not from 1 to 100")));
         }
-        Ok(())
+        observe::check(self)
     }
 }
 

@@ -5,6 +5,7 @@
 mod cli;
 mod config;
 mod doctor;
+mod logging;
 mod reclaim;
 mod serve;
 mod shim;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use hearth_core::network::SlotLayout;
 use hearth_core::spec::VmmKind;
 
+use crate::events::JournalConfig;
 use crate::failpoint::{Failpoints, Kill9};
 
 /// Settings of one engine.
@@ -45,6 +46,8 @@ pub struct EngineConfig {
     pub boot_deadline: Duration,
     /// Size at which a console log is turned over, bytes.
     pub console_cap_bytes: u64,
+    /// Where events are kept; `None`: in memory alone.
+    pub journal: Option<JournalConfig>,
 }
 
 /// What happens to leftovers of an earlier run.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures::FutureExt as _;
+use hearth_core::event::EventKind;
 use hearth_core::host::Host;
 use hearth_core::id::{SandboxId, SandboxName, TemplateName};
 use hearth_core::image::Template;
@@ -23,15 +24,18 @@ use crate::blocking::blocking;
 use crate::books::{Books, BooksNow};
 use crate::config::EngineConfig;
 use crate::error::EngineError;
+use crate::events::Events;
 use crate::failpoint::Faults;
 use crate::images::disk::Blanks;
 use crate::images::{self, GuestProgram};
+use crate::meters::Meters;
 use crate::pool::SlotPool;
 use crate::reclaim::{Demand, Hands, ReclaimProgress};
 use crate::reconcile::Reconciler;
 use crate::records::Records;
 use crate::sandbox::{Begin, DeleteError, Handle, Sandbox, StepStarted, View};
 use crate::shim_client::Client;
+use crate::trace::{self, TraceContext};
 
 /// Sandboxes released at the same time after a start.
 const RELEASES_AT_START: usize = 8;
@@ -49,6 +53,8 @@ pub(crate) struct Context<H> {
     pub(crate) guest: GuestProgram,
     pub(crate) blanks: Blanks,
     pub(crate) faults: Faults,
+    pub(crate) events: Events,
+    pub(crate) meters: Meters,
     /// What the removal of many slots yields to.
     pub(crate) demand: Demand,
     /// Leftovers under release.
@@ -96,6 +102,8 @@ pub struct NewSandbox {
     pub vmm: Option<VmmKind>,
     /// Environment of every command.
     pub env: Vec<(String, String)>,
+    /// The caller's span.
+    pub trace: TraceContext,
 }
 
 /// The engine of one instance.
@@ -114,12 +122,15 @@ impl<H: Host> Engine<H> {
     /// An engine that has touched nothing yet.
     #[must_use]
     pub fn new(host: Arc<H>, config: EngineConfig) -> Arc<Self> {
-        let pool = SlotPool::new(Arc::clone(&host), &config);
+        let events = config.journal.clone().map_or_else(Events::in_memory, Events::in_files);
+        let pool = SlotPool::new(Arc::clone(&host), &config, events.clone());
         let context = Context {
             records: Records::new(&config.state_dir),
             guest: GuestProgram::new(config.guest_program.clone()),
             blanks: Blanks::new(config.state_dir.clone()),
             faults: Faults::new(config.failpoints.clone(), config.kill9.clone()),
+            events,
+            meters: Meters::default(),
             host,
             config,
             pool,
@@ -171,8 +182,22 @@ impl<H: Host> Engine<H> {
         progress: mpsc::Sender<StepStarted>,
     ) -> Result<View, EngineError> {
         self.ready()?;
+        let span = trace::begin("create", &new.trace);
+        let created = self.create_within(&span, template, new, progress).await;
+        trace::end(&span, &created);
+        created
+    }
+
+    async fn create_within(
+        &self,
+        span: &TraceContext,
+        template: TemplateName,
+        new: NewSandbox,
+        progress: mpsc::Sender<StepStarted>,
+    ) -> Result<View, EngineError> {
         let _creating = self.context.demand.creating();
         let record = self.new_record(template.clone(), new)?;
+        trace::about(span, &record);
         // Held until the guest runs, so that neither the template nor its kernel is replaced in between.
         let store_dir = self.context.config.store_dir.clone();
         let (template, _hold) = blocking(move || hold_template(&store_dir, &template)).await?;
@@ -180,7 +205,8 @@ impl<H: Host> Engine<H> {
 
         let (outcome, created) = oneshot::channel();
         let cancel = self.context.no_creates.child_token();
-        let (sandbox, handle) = self.sandbox(record, Some(template), cancel.clone(), Some(progress));
+        let (mut sandbox, handle) = self.sandbox(record, Some(template), cancel.clone(), Some(progress));
+        sandbox.trace = span.clone();
         self.context.books.enter_new(handle)?;
         self.spawn(sandbox, Begin::Create(outcome));
         let cancel_on_drop = cancel.drop_guard();
@@ -268,6 +294,8 @@ impl<H: Host> Engine<H> {
             cancel,
             progress,
             shim_pidfd: None,
+            trace: TraceContext::new(),
+            ending: None,
         };
         (sandbox, handle)
     }
@@ -303,6 +331,7 @@ impl<H: Host> Engine<H> {
                 let left =
                     Left { kind: Kind::Record, what: "sandbox".into(), why: why.clone(), holders: vec![] };
                 record.stuck = Some(Stuck::again(record.stuck.as_ref(), vec![left], now_ms()));
+                engine.context.events.about(EventKind::SandboxStuck, &record, why.as_str());
                 let (next, handle) = engine.sandbox(record, None, CancellationToken::new(), None);
                 engine.context.books.enter_found(handle);
                 tokio::select! {
@@ -362,10 +391,19 @@ impl<H: Host> Engine<H> {
     /// # Errors
     /// If there is none, or something is stuck.
     pub async fn delete(&self, key: &str) -> Result<(), EngineError> {
+        self.delete_within(key, &TraceContext::new()).await
+    }
+
+    /// As [`delete`](Self::delete), below the caller's span.
+    ///
+    /// # Errors
+    /// If there is none, or something is stuck.
+    pub async fn delete_within(&self, key: &str, trace: &TraceContext) -> Result<(), EngineError> {
         self.ready()?;
         let handle = self.context.books.find(key)?;
         let name = handle.name.to_string();
-        handle.delete().await.map_err(|e| match e {
+        let deleted = trace::within("delete", trace, async |span| handle.delete_within(span).await);
+        deleted.await.map_err(|e| match e {
             DeleteError::Stuck(why) => EngineError::Stuck { name, why },
             DeleteError::Ended => EngineError::Closed(format!(
                 "sandbox {name} is not deleted: the daemon stopped looking after it; ask the next one"
@@ -471,6 +509,18 @@ impl<H: Host> Engine<H> {
     #[must_use]
     pub fn slot_trouble(&self) -> Option<String> {
         self.context.pool.trouble()
+    }
+
+    /// The journal of what happened.
+    #[must_use]
+    pub fn events(&self) -> &Events {
+        &self.context.events
+    }
+
+    /// What is counted as it happens.
+    #[must_use]
+    pub fn meters(&self) -> &Meters {
+        &self.context.meters
     }
 
     /// The faults ordered at the places that a front passes by itself.

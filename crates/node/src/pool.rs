@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use hearth_core::event::EventKind;
 use hearth_core::host::{ErrorClass, Host, HostError, Pace, SlotRelease};
 use hearth_core::lifecycle::SlotState;
 use hearth_core::network::SlotIndex;
@@ -14,6 +15,7 @@ use tokio::sync::Notify;
 use crate::blocking::on_host;
 use crate::config::EngineConfig;
 use crate::error::{EngineError, chain};
+use crate::events::Events;
 
 /// Back-off of the filler while slots cannot be made.
 const FILL_RETRY: std::ops::RangeInclusive<Duration> = Duration::from_secs(5)..=Duration::from_secs(120);
@@ -29,6 +31,7 @@ pub(crate) struct SlotPool<H> {
     release_deadline: Duration,
     /// Time between SIGTERM and SIGKILL for processes of ours in a slot.
     grace: Duration,
+    events: Events,
 }
 
 /// A slot between two owners.
@@ -83,7 +86,7 @@ impl Inner {
 }
 
 impl<H: Host> SlotPool<H> {
-    pub(crate) fn new(host: Arc<H>, config: &EngineConfig) -> Arc<Self> {
+    pub(crate) fn new(host: Arc<H>, config: &EngineConfig, events: Events) -> Arc<Self> {
         let inner = Inner {
             states: HashMap::new(),
             ready: VecDeque::new(),
@@ -101,6 +104,7 @@ impl<H: Host> SlotPool<H> {
             wanted: Notify::new(),
             release_deadline: config.release_deadline,
             grace: config.reclaim.grace,
+            events,
         })
     }
 
@@ -243,7 +247,8 @@ impl<H: Host> SlotPool<H> {
 
     /// Removes a slot from the host. What cannot be removed stays out of the pool.
     async fn remove(&self, slot: SlotIndex) -> Result<(), String> {
-        self.lock().states.insert(slot, SlotState::Releasing);
+        let former = self.lock().states.insert(slot, SlotState::Releasing);
+        let again = matches!(former, Some(SlotState::Stuck(_) | SlotState::Foreign(_)));
         let (within, grace) = (self.release_deadline, self.grace);
         let released = on_host(&self.host, move |host| {
             // Its owner is gone, so nobody in it is to be spared.
@@ -253,17 +258,22 @@ impl<H: Host> SlotPool<H> {
             host.release_slots(&[slot], &order, &mut |_, result| released = result);
             released
         });
-        released.await.map_err(|e| self.stays(slot, &e))
+        released.await.map_err(|e| self.stays(slot, &e, again))
     }
 
     /// Notes a slot that did not go, and tells why.
-    fn stays(&self, slot: SlotIndex, e: &HostError) -> String {
+    fn stays(&self, slot: SlotIndex, e: &HostError, again: bool) -> String {
         let why = chain(e);
         let state = match e.class {
             ErrorClass::Foreign => SlotState::Foreign(why.clone()),
             _ => SlotState::Stuck(why.clone()),
         };
-        self.lock().states.insert(slot, state);
+        let event = Events::now(EventKind::SlotStuck).because(why.as_str());
+        let event = event.with("slot", slot).with("state", state.as_str());
+        let former = self.lock().states.insert(slot, state);
+        if !again && !matches!(former, Some(SlotState::Stuck(_) | SlotState::Foreign(_))) {
+            self.events.tell(event);
+        }
         why
     }
 
@@ -278,7 +288,7 @@ impl<H: Host> SlotPool<H> {
     ) {
         let order = SlotRelease { within: self.release_deadline, grace: self.grace, spared, pace };
         self.host.release_slots(slots, &order, &mut |slot, result| {
-            let result = result.map_err(|e| self.stays(slot, &e));
+            let result = result.map_err(|e| self.stays(slot, &e, false));
             if result.is_ok() {
                 self.lock().free(slot);
             }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt as _;
+use hearth_core::event::EventKind;
 use hearth_core::host::{Host, Pace};
 use hearth_core::network::SlotIndex;
 use hearth_core::plan::Plan;
@@ -21,6 +22,8 @@ use crate::blocking::on_host;
 use crate::config::{Reclaim, ReclaimMode};
 use crate::engine::Engine;
 use crate::error::chain;
+use crate::events::Events;
+use crate::trace::{self, TraceContext};
 
 pub(crate) use hands::Hands;
 pub(crate) use pace::Demand;
@@ -107,6 +110,10 @@ impl<H: Host> Engine<H> {
                 mode = settings.mode.as_str(),
                 "leftovers of an earlier run"
             );
+            let event = Events::now(EventKind::ReclaimBegan).because(leftovers.words());
+            let event = event.with("mode", settings.mode.as_str()).with("slots", leftovers.slots.len());
+            let event = event.with("cgroups", plan.leaked_cgroups.len());
+            self.context.events.tell(event.with("directories", plan.leaked_directories.len()));
         }
         self.context.hands.take_in(&leftovers.resources);
         let engine = Arc::clone(self);
@@ -143,8 +150,14 @@ impl<H: Host> Engine<H> {
     }
 
     async fn run_reclaim(self: Arc<Self>, leftovers: Leftovers) {
+        let (began, found) = (std::time::Instant::now(), leftovers.len());
         let failed: Leftovers = self.round(leftovers, true).await.into();
         self.reclaim.send_modify(|p| p.state = ReclaimState::Done);
+        if found > 0 {
+            let event = Events::now(EventKind::ReclaimEnded).because(failed.words());
+            let event = event.with("released", found - failed.len()).with("failed", failed.len());
+            self.context.events.tell(event.with("took_ms", began.elapsed().as_millis()));
+        }
         if failed.len() > 0 {
             tracing::warn!("leftovers that stay and are tried again: {}", failed.words());
         }
@@ -176,14 +189,20 @@ impl<H: Host> Engine<H> {
     /// Tries each once; what failed comes back. What is not begun when the engine ends is found by the next start.
     pub(crate) async fn round(&self, leftovers: Leftovers, first: bool) -> Failed {
         let within = self.context.config.release_deadline;
+        let span = trace::begin("reclaim", &TraceContext::new());
+        trace::count(&span, "hearth.leftovers", leftovers.len());
+        let parent = &span;
         let resources = futures::stream::iter(leftovers.resources).map(|resource| async move {
             if self.stop.is_cancelled() {
                 return None;
             }
             let what = resource.clone();
-            let released = on_host(&self.context.host, move |host| host.release(&what, within)).await;
-            let released = released.map_err(|e| chain(&e));
-            note(&self.reclaim, resource.kind(), &resource, &released, first);
+            let released = trace::within(format!("reclaim.{}", resource.kind()), parent, async |_| {
+                let released = on_host(&self.context.host, move |host| host.release(&what, within)).await;
+                released.map_err(|e| chain(&e))
+            });
+            let released = released.await;
+            note(&self.reclaim, &self.context.events, resource.kind(), &resource, &released, first);
             match released {
                 Ok(()) => {
                     self.context.hands.let_go(&resource);
@@ -194,6 +213,8 @@ impl<H: Host> Engine<H> {
         });
         let at_once = self.context.config.reclaim.parallelism.max(1);
         let resources = resources.buffer_unordered(at_once).filter_map(std::future::ready).collect().await;
+        let slots = trace::begin("reclaim.slots", &span);
+        trace::count(&slots, "hearth.leftovers", leftovers.slots.len());
         Failed { resources, slots: self.round_of_slots(leftovers.slots, first).await }
     }
 
@@ -208,7 +229,7 @@ impl<H: Host> Engine<H> {
             let mut left = Vec::new();
             let pace = || if stop.is_cancelled() { Pace::End } else { context.demand.pace() };
             context.pool.release_many(&slots, &spared, &pace, &mut |slot, released| {
-                note(&progress, Kind::Netns, &format_args!("slot {slot}"), &released, first);
+                note(&progress, &context.events, Kind::Netns, &format_args!("slot {slot}"), &released, first);
                 left.extend(released.err().map(|why| (slot, why)));
             });
             left
@@ -220,6 +241,7 @@ impl<H: Host> Engine<H> {
 /// Counts one try. Only the first few failures of the first round are told one by one.
 fn note(
     progress: &watch::Sender<ReclaimProgress>,
+    events: &Events,
     kind: Kind,
     what: &dyn std::fmt::Display,
     released: &Result<(), String>,
@@ -230,6 +252,10 @@ fn note(
         return;
     };
     progress.send_modify(|p| p.stays(kind, first));
+    if first {
+        let event = Events::now(EventKind::LeftoverStuck).because(why.as_str());
+        events.tell(event.with("kind", kind).with("what", what));
+    }
     let (state, failures) = {
         let p = progress.borrow();
         (p.state, p.failed)

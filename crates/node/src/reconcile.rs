@@ -12,6 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures::FutureExt as _;
+use hearth_core::event::{Event, EventKind};
 use hearth_core::host::Host;
 use hearth_core::id::SandboxId;
 use hearth_core::network::SlotIndex;
@@ -22,6 +23,7 @@ use tokio::sync::watch;
 use crate::config::{Reconcile, ReconcileAction};
 use crate::engine::{Engine, panic_text};
 use crate::error::EngineError;
+use crate::events::Events;
 use crate::reclaim::{KindProgress, Leftovers};
 
 use look::Firewall;
@@ -189,7 +191,7 @@ impl<H: Host> Engine<H> {
         let now = self.reconciler.origin.elapsed();
         let judged = kept.memory.judge(seen.found, seen.objects, now, &self.guards());
         let mut pass = Pass { objects: seen.objects, ..Pass::default() };
-        tell_new(&judged.new, &kept.memory);
+        tell_new(&judged.new, &kept.memory, &self.context.events);
         self.reconciler.report.send_modify(|r| {
             for finding in &judged.new {
                 *r.findings.entry(if finding.is_leaked() { "leaked" } else { "gone" }).or_default() += 1;
@@ -207,7 +209,7 @@ impl<H: Host> Engine<H> {
         for (finding, suspect) in &mut kept.memory.suspects {
             let outcome = outcomes.get(finding).cloned().unwrap_or(Outcome::Waiting);
             let found = Found::new(finding, suspect, now, outcome);
-            tell(&found, suspect);
+            tell(&found, suspect, &self.context.events);
             if matches!(found.outcome, Outcome::Failed(_)) {
                 pass.result = PassResult::Failed;
             }
@@ -307,6 +309,11 @@ impl<H: Host> Engine<H> {
             }
         });
         let former = std::mem::replace(&mut kept.result, pass.result);
+        if former != pass.result {
+            let event = Events::now(EventKind::ReconcileChanged).because(pass.reason.as_str());
+            let event = event.with("result", pass.result.as_str()).with("former", former.as_str());
+            self.context.events.tell(event);
+        }
         match pass.result {
             PassResult::Ok if former == PassResult::Ok => {}
             PassResult::Ok => tracing::info!("reconcile: the last pass ended well again"),
@@ -339,10 +346,15 @@ fn joined(first: &str, second: &str) -> String {
     if first.is_empty() { second.to_owned() } else { format!("{first}; {second}") }
 }
 
-fn tell_new(new: &BTreeSet<Finding>, memory: &Memory) {
+fn event_of(kind: EventKind, finding: &Finding, facts: &str) -> Event {
+    Events::now(kind).with("kind", finding.kind()).with("finding", finding).with("facts", facts)
+}
+
+fn tell_new(new: &BTreeSet<Finding>, memory: &Memory, events: &Events) {
     for (i, finding) in new.iter().enumerate() {
         let Some(Suspect { facts, .. }) = memory.suspects.get(finding) else { continue };
         let what = if finding.is_leaked() { "seen without an owner" } else { "not whole any more" };
+        events.tell(event_of(EventKind::FindingSeen, finding, facts).because(what));
         match i < NAMED {
             true => tracing::info!(kind = %finding.kind(), %finding, evidence = %facts, "{what}"),
             false => tracing::debug!(kind = %finding.kind(), %finding, evidence = %facts, "{what}"),
@@ -354,9 +366,17 @@ fn tell_new(new: &BTreeSet<Finding>, memory: &Memory) {
 }
 
 /// One event per action, and one per finding that stays.
-fn tell(found: &Found, suspect: &mut Suspect) {
+fn tell(found: &Found, suspect: &mut Suspect, events: &Events) {
     let Found { finding, facts, sightings, age, outcome } = found;
     let (kind, seconds, again) = (finding.kind(), age.as_secs(), std::mem::replace(&mut suspect.told, true));
+    let told = |kind, why: &str| events.tell(event_of(kind, finding, facts).because(why));
+    match outcome {
+        Outcome::Released => told(EventKind::FindingReleased, "seen often and long enough"),
+        Outcome::Failed(why) => told(EventKind::FindingStays, why),
+        Outcome::Spared => told(EventKind::FindingStays, "it has an owner now"),
+        Outcome::Reported if !again => told(EventKind::FindingStays, "it is only reported"),
+        Outcome::Waiting | Outcome::Due | Outcome::Reported => {}
+    }
     macro_rules! event {
         ($level:ident, $($text:tt)+) => {
             tracing::$level!(%kind, %finding, sightings, seconds, evidence = %facts, $($text)+)

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures::FutureExt as _;
+use hearth_core::event::EventKind;
 use hearth_core::host::{Census, Host};
 use hearth_core::lifecycle::SlotState;
 use hearth_core::plan::{Observed, Plan, Seen, plan};
@@ -23,6 +24,7 @@ use crate::blocking::{blocking, on_host};
 use crate::config::ReclaimMode;
 use crate::engine::{Engine, Phase, panic_text};
 use crate::error::{EngineError, chain};
+use crate::events::Events;
 use crate::images::Job;
 use crate::sandbox::Begin;
 
@@ -203,6 +205,11 @@ impl<H: Host> Engine<H> {
         // One line however many there are: another instance may have thousands.
         if let Some((name, why)) = census.foreign.first_key_value() {
             tracing::info!(%scan, count = census.foreign.len(), name, "not ours and left alone, such as this: {why}");
+            if matches!(scan, Scan::Slots) {
+                let event = Events::now(EventKind::SlotForeign).because(why.as_str());
+                let event = event.with("count", census.foreign.len()).with("such_as", name);
+                self.context.events.tell(event);
+            }
         }
         for (name, why) in &census.foreign {
             let layout = &self.context.config.layout;

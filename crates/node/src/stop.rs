@@ -3,11 +3,13 @@
 
 use std::time::Duration;
 
+use hearth_core::event::EventKind;
 use hearth_core::host::Host;
 use hearth_core::lifecycle::SandboxState;
 
 use crate::engine::{Engine, Phase};
 use crate::error::EngineError;
+use crate::events::Events;
 use crate::sandbox::DeleteError;
 use crate::status::{Ask, Desired};
 
@@ -47,7 +49,14 @@ impl<H: Host> Engine<H> {
     /// # Errors
     /// If the node drains and was not told to undrain, or the daemon ends.
     pub fn ask(&self, ask: Ask) -> Result<Desired, EngineError> {
-        self.context.books.ask(ask)
+        let former = self.desired();
+        let desired = self.context.books.ask(ask)?;
+        if desired != former {
+            let event = Events::now(EventKind::DesiredChanged).because(desired.refusal().unwrap_or_default());
+            let event = event.with("desired", desired.as_str()).with("former", former.as_str());
+            self.context.events.tell(event);
+        }
+        Ok(desired)
     }
 
     /// What the operator wants.

@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::time::{Duration, Instant};
 
+use hearth_api::v1::event_service_client::EventServiceClient;
 use hearth_api::v1::node_service_client::NodeServiceClient;
 use hearth_api::v1::sandbox_service_client::SandboxServiceClient;
 use tonic::metadata::{Ascii, MetadataValue};
@@ -52,11 +53,15 @@ pub(crate) type Sandboxes = SandboxServiceClient<InterceptedService<Channel, Aut
 /// Calls to the node itself, which answers while it starts too.
 pub(crate) type Nodes = NodeServiceClient<InterceptedService<Channel, Auth>>;
 
+/// Calls for events, which are answered while it starts too.
+pub(super) type EventStreams = EventServiceClient<InterceptedService<Channel, Auth>>;
+
 /// A connection to one daemon; cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct Client {
     sandboxes: Sandboxes,
     nodes: Nodes,
+    events: EventStreams,
     json: bool,
 }
 
@@ -80,14 +85,20 @@ impl Client {
         };
         let auth = Auth(header);
         let nodes = NodeServiceClient::with_interceptor(channel.clone(), auth.clone());
+        let events = EventServiceClient::with_interceptor(channel.clone(), auth.clone());
         let sandboxes =
             SandboxServiceClient::with_interceptor(channel, auth).max_decoding_message_size(LARGEST_MESSAGE);
-        Ok(Self { sandboxes, nodes, json })
+        Ok(Self { sandboxes, nodes, events, json })
     }
 
     /// The node itself.
     pub(crate) fn nodes(&self) -> Nodes {
         self.nodes.clone()
+    }
+
+    /// The journal.
+    pub(super) fn events(&self) -> EventStreams {
+        self.events.clone()
     }
 
     /// For calls that have their own way with errors.

@@ -3,17 +3,16 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches, ValueEnum};
-use tracing_subscriber::Layer as _;
+use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
 use tracing_subscriber::filter::Targets;
-use tracing_subscriber::layer::SubscriberExt as _;
-use tracing_subscriber::util::SubscriberInitExt as _;
 
 use super::Context;
 use super::error::CliError;
 use super::out;
+use crate::config::LogConfig;
 use crate::config::keys::{KEYS, Key};
 use crate::config::layers::{self, Loaded};
+use crate::logging::Log;
 
 pub(super) const SERVE_EXAMPLES: &str = "\
 Examples:
@@ -106,15 +105,6 @@ impl FromArgMatches for KeyFlags {
     }
 }
 
-/// Form of log lines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum LogFormat {
-    // For people.
-    Human,
-    // One object per line.
-    Json,
-}
-
 /// Arguments of `hearth serve`.
 #[derive(Debug, clap::Args)]
 pub(super) struct ServeArgs {
@@ -123,9 +113,6 @@ pub(super) struct ServeArgs {
     /// Print the configuration, with the source of each value, and end
     #[arg(long)]
     print_config: bool,
-    /// Form of log lines on stderr
-    #[arg(long, env = "HEARTH_LOG_FORMAT", default_value = "human", value_name = "FORMAT")]
-    log_format: LogFormat,
     #[command(flatten)]
     keys: KeyFlags,
 }
@@ -141,30 +128,18 @@ pub(super) fn serve(args: &ServeArgs, context: &Context) -> Result<ExitCode, Cli
         }
         return Ok(ExitCode::SUCCESS);
     }
-    log_to_stderr(args.log_format, "info")?;
+    let log = start_log(&loaded.config.log, "info")?;
     for note in &loaded.notes {
         tracing::warn!("{note}");
     }
-    crate::serve::run(&loaded.config).map_err(|e| CliError::failed("serve", format!("{e:#}")))
+    crate::serve::run(&loaded.config, log.lost()).map_err(|e| CliError::failed("serve", format!("{e:#}")))
 }
 
 /// Starts logging. `filter` holds where HEARTH_LOG is not set.
-pub(super) fn log_to_stderr(format: LogFormat, filter: &str) -> Result<(), CliError> {
-    use std::io::IsTerminal;
+pub(super) fn start_log(config: &LogConfig, filter: &str) -> Result<Log, CliError> {
     let wanted = std::env::var("HEARTH_LOG").ok().filter(|v| !v.is_empty());
     let filter: Targets = wanted.as_deref().unwrap_or(filter).parse().map_err(|e| {
         CliError::usage("HEARTH_LOG", format!("{e}")).todo("write such as info or hearth_node=debug,info")
     })?;
-    let layer = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
-    let begun = match format {
-        LogFormat::Json => {
-            let layer = layer.json().flatten_event(true).with_filter(filter);
-            tracing_subscriber::registry().with(layer).try_init()
-        }
-        LogFormat::Human => {
-            let layer = layer.with_ansi(std::io::stderr().is_terminal()).with_filter(filter);
-            tracing_subscriber::registry().with(layer).try_init()
-        }
-    };
-    begun.map_err(|e| CliError::failed("cannot start logging", e.to_string()))
+    Log::start(config, filter).map_err(|e| CliError::failed("cannot start logging", format!("{e:#}")))
 }

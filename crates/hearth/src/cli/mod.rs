@@ -7,6 +7,7 @@ mod configured;
 mod creating;
 mod doctor;
 mod error;
+mod events;
 mod exec;
 mod images;
 mod node;
@@ -89,6 +90,9 @@ enum Command {
     /// Print a sandbox's console
     #[command(after_help = "Examples:\n  hearth logs web-1\n  hearth logs -f web-1")]
     Logs(sandboxes::LogsArgs),
+    /// Print what happened on the node, and go on with what happens
+    #[command(after_help = events::EXAMPLES)]
+    Events(events::EventsArgs),
     /// Delete sandboxes; ends when everything they owned is gone
     #[command(after_help = "Examples:\n  hearth rm web-1 web-2\n  hearth rm --all")]
     Rm(sandboxes::RmArgs),
@@ -181,6 +185,7 @@ fn dispatch(command: Command, context: &Context) -> Result<ExitCode, CliError> {
         Command::Inspect(args) => block_on(sandboxes::inspect(args, context)),
         Command::Exec(args) => block_on(exec::run(args, context)),
         Command::Logs(args) => block_on(sandboxes::logs(args, context)),
+        Command::Events(args) => block_on(events::run(args, context)),
         Command::Rm(args) => block_on(sandboxes::rm(args, context)),
         Command::Template(command) => block_on(images::template(command, context)),
         Command::Kernel(command) => block_on(images::kernel(command, context)),

@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::Context;
 use super::client::Client;
-use super::configured::{self, ConfigFile, LogFormat};
+use super::configured::{self, ConfigFile};
 use super::creating::{self, SandboxArgs};
 use super::error::{self, CliError};
 use super::exec::{self, CommandArgs};
@@ -17,6 +17,7 @@ use super::progress::{Progress, Show};
 use super::signals::Signals;
 use super::stream::{self, Ended};
 use super::view;
+use crate::config::{LogConfig, LogFormat};
 use crate::serve::Standalone;
 
 pub(super) const EXAMPLES: &str = "\
@@ -73,7 +74,9 @@ pub(super) fn run(args: &RunArgs, context: &Context) -> Result<u8, CliError> {
         });
     }
     let config = args.config.load(&[])?.config;
-    configured::log_to_stderr(LogFormat::Human, "error")?;
+    // Errors alone, for the person at the terminal.
+    let log = LogConfig { format: LogFormat::Human, file: None, file_mib: 1 };
+    let _log = configured::start_log(&log, "error")?;
     let runtime = super::runtime()?;
     // Before the daemon makes anything: from here on a signal is a value, so that all of it is removed.
     let mut signals = runtime.block_on(async { Signals::new() })?;

@@ -80,6 +80,13 @@ pub(super) fn steps(s: &Sandbox) -> Value {
     Value::Object(s.steps.iter().map(|t| (t.step.clone(), ms(t.micros))).collect())
 }
 
+/// A time of day as RFC 3339 has it, in UTC.
+pub(super) fn utc(at_ms: u64) -> String {
+    let seconds = i64::try_from(at_ms / 1000).unwrap_or(i64::MAX);
+    let nanos = i32::try_from(at_ms % 1000).unwrap_or(0) * 1_000_000;
+    prost_types::Timestamp { seconds, nanos }.to_string()
+}
+
 /// Milliseconds since the Unix epoch.
 pub(crate) fn now_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();

@@ -2,7 +2,10 @@
 //! `cidr` in `[network]` are one entry here: a key added to it has all three.
 
 use super::value::{ConfigValue, Given};
-use super::{BackupConfig, NetworkConfig, ReclaimConfig, ReconcileConfig, ShutdownConfig};
+use super::{
+    BackupConfig, EventsConfig, LogConfig, LogFormat, NetworkConfig, ReclaimConfig, ReconcileConfig,
+    ShutdownConfig,
+};
 use super::{Config, ReclaimMode, ReconcileAction, ShutdownMode, VmmChoice};
 
 /// One configuration key.
@@ -118,6 +121,39 @@ pub(crate) static KEYS: &[Key] = &[
     ),
     key!("shutdown.mode", "MODE", shutdown.mode, "detach, drain or kill: sandboxes when the daemon stops"),
     key!("shutdown.drain_seconds", "N", shutdown.drain_seconds, "How long drain waits"),
+    key!(
+        "events.keep_mib",
+        "N",
+        events.keep_mib,
+        "MiB of the journal to keep; 0: a few events in memory alone"
+    ),
+    key!("webhook.url", "URL", webhook.url, "Where events are posted, http:// or https://"),
+    key!(
+        "webhook.secret_file",
+        "FILE",
+        webhook.secret_file,
+        "File with the secret that signs what is posted"
+    ),
+    key!(
+        "otlp.endpoint",
+        "URL",
+        otlp.endpoint,
+        "Collector for traces, OTLP over gRPC, such as http://127.0.0.1:4317"
+    ),
+    key!("log.format", "FORMAT", log.format, "Form of log lines: human or json"),
+    key!("log.file", "FILE", log.file, "Where log lines go, if not to stderr"),
+    key!(
+        "log.file_mib",
+        "N",
+        log.file_mib,
+        "Size at which the log file is turned over, MiB; one older part is kept"
+    ),
+    key!(
+        "metrics.per_sandbox",
+        "BOOL",
+        metrics.per_sandbox,
+        "Series of its own in /metrics for each sandbox"
+    ),
     key!("test.failpoints", "PLACE=FAULT,…", failpoints, "Faults on purpose"),
     key!("test.process_vmm", "BOOL", process_vmm, "Allow the VMM `process`, which isolates nothing"),
 ];
@@ -157,6 +193,11 @@ impl Default for Config {
                 max_share_percent: 20,
             },
             shutdown: ShutdownConfig { mode: ShutdownMode::Detach, drain_seconds: 600 },
+            events: EventsConfig { keep_mib: 32 },
+            webhook: Default::default(),
+            otlp: Default::default(),
+            log: LogConfig { format: LogFormat::Human, file: None, file_mib: 64 },
+            metrics: Default::default(),
             failpoints: Default::default(),
             process_vmm: false,
         }

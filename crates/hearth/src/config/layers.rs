@@ -12,7 +12,7 @@ use super::value::Given;
 /// Read if it is there and no other file is named.
 pub(crate) const DEFAULT_FILE: &str = "/etc/hearth/hearth.toml";
 /// Variables of the client and of tests; not configuration.
-const OTHER_VARIABLES: &[&str] = &["HEARTH_ADDR", "HEARTH_CONFIG", "HEARTH_LOG", "HEARTH_LOG_FORMAT"];
+const OTHER_VARIABLES: &[&str] = &["HEARTH_ADDR", "HEARTH_CONFIG", "HEARTH_LOG"];
 
 /// Where a value comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use hearth_core::id::{InstanceName, VethPrefix};
 use hearth_core::network::Cidr;
 use hearth_node::Failpoints;
 
-use super::{ReclaimMode, ReconcileAction, ShutdownMode, VmmChoice};
+use super::{LogFormat, ReclaimMode, ReconcileAction, ShutdownMode, Url, VmmChoice};
 
 /// A value as some layer gives it.
 #[derive(Debug, Clone, Copy)]
@@ -61,7 +61,18 @@ from_text!(
     ReclaimMode => "",
     ReconcileAction => "",
     ShutdownMode => "",
+    LogFormat => "",
+    Url => "",
 );
+
+impl ConfigValue for Option<Url> {
+    fn read(given: Given<'_>) -> Result<Self, String> {
+        Url::read(given).map(Some)
+    }
+    fn write(&self) -> Option<toml::Value> {
+        self.as_ref().and_then(ConfigValue::write)
+    }
+}
 
 impl ConfigValue for PathBuf {
     fn read(given: Given<'_>) -> Result<Self, String> {

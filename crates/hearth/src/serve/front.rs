@@ -22,6 +22,7 @@ use tower::ServiceExt as _;
 
 use hearth_node::ReclaimProgress;
 
+use super::metrics::classic;
 use super::status::Report;
 
 /// Longest time a client may take to send its request head.
@@ -31,6 +32,8 @@ const GOODBYE: Duration = Duration::from_secs(3);
 /// Connections at once; further ones wait in the kernel's backlog.
 const MAX_CONNECTIONS: usize = 2048;
 
+/// How a scraper asks for OpenMetrics.
+const OPEN: &[u8] = b"application/openmetrics-text";
 /// The text format that Prometheus and its kin read.
 const METRICS_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
@@ -105,7 +108,16 @@ pub(crate) fn router(grpc: Router, source: HealthSource, token: Option<String>) 
                     let ask = [(header::WWW_AUTHENTICATE, "Bearer")];
                     (StatusCode::UNAUTHORIZED, ask, "a token is needed\n").into_response()
                 }
-                _ => ([(header::CONTENT_TYPE, METRICS_TYPE)], (measured.metrics)()).into_response(),
+                _ => {
+                    let text = (measured.metrics)();
+                    match headers.get(header::ACCEPT) {
+                        Some(accepts) if accepts.as_bytes().windows(OPEN.len()).any(|w| w == OPEN) => {
+                            ([(header::CONTENT_TYPE, METRICS_TYPE)], text).into_response()
+                        }
+                        // What a person, promtool and older scrapers read.
+                        _ => ([(header::CONTENT_TYPE, classic::TYPE)], classic::of(&text)).into_response(),
+                    }
+                }
             }),
         )
         .reset_fallback()

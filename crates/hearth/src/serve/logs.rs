@@ -94,3 +94,77 @@ async fn copy(file: &mut File, out: &mpsc::Sender<Result<LogsChunk, Status>>) ->
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use hearth_core::lifecycle::SandboxState;
+    use hearth_core::record::Record;
+    use hearth_core::spec::{SandboxSpec, VmmKind};
+
+    use super::*;
+
+    fn view() -> View {
+        let spec = SandboxSpec {
+            template: "base".parse().unwrap(),
+            cpus: 1,
+            memory_mib: 128,
+            disk_mib: 64,
+            timeout_seconds: None,
+            net: true,
+            vmm: VmmKind::Process,
+            env: vec![],
+        };
+        let record = Record {
+            schema: Record::SCHEMA,
+            id: "a1b2c3d4e5f6g7h8".parse().unwrap(),
+            name: "a".parse().unwrap(),
+            spec,
+            state: SandboxState::Running,
+            created_at_ms: 1,
+            ends_at_ms: None,
+            boot_id: "b".into(),
+            slot: None,
+            shim: None,
+            resources: vec![],
+            stuck: None,
+        };
+        let state = record.state;
+        View { record, state, steps: vec![], shim: None, unreachable: None, exit: None, gone: false }
+    }
+
+    #[tokio::test]
+    async fn a_follower_goes_on_when_the_log_is_turned_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("console.log");
+        let mut log = hearth_vmm::console::CappedLog::open(&path, 4096).unwrap();
+        let (shown, seen) = watch::channel(view());
+        let (out, mut chunks) = mpsc::channel(4);
+        let follower = follow(path.clone(), seen, true, out);
+        let mut wrote = Vec::new();
+        let writer = async {
+            for n in 0..8 {
+                // Each fills a third of a part, and the follower looks in between.
+                let mut piece = Vec::new();
+                while piece.len() < 1300 {
+                    writeln!(piece, "{n}: line").unwrap();
+                }
+                log.write(&piece).unwrap();
+                wrote.extend(piece);
+                tokio::time::sleep(LOOK * 3).await;
+            }
+            shown.send_modify(|v| v.gone = true);
+        };
+        let reader = async {
+            let mut read = Vec::new();
+            while let Some(chunk) = chunks.recv().await {
+                read.extend(chunk.unwrap().data);
+            }
+            read
+        };
+        let ((), (), read) = futures::join!(follower, writer, reader);
+        assert!(dir.path().join("console.log.1").exists(), "it was never turned over");
+        assert_eq!(String::from_utf8(read).unwrap(), String::from_utf8(wrote).unwrap());
+    }
+}

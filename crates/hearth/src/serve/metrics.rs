@@ -1,13 +1,16 @@
 //! `GET /metrics`: made anew for each scrape from what the engine shows, so that there is no second set of
 //! books. Waits for nothing. What is not known yet has no value: 0 would be a claim.
 
+pub(crate) mod classic;
+mod told;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicU64;
 
 use hearth_core::host::Host;
 use hearth_core::lifecycle::SlotState;
 use hearth_core::resource::Kind;
-use hearth_node::{KindProgress, PassResult, ReclaimState, ReconcileReport, Status};
+use hearth_node::{KindProgress, PassResult, ReclaimProgress, ReclaimState, ReconcileReport, Status};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -17,6 +20,7 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 use super::Node;
+pub(crate) use told::Told;
 
 /// Kinds that are reclaimed: they have a value even if nothing ever leaked.
 const RECLAIMED: [Kind; 3] = [Kind::Netns, Kind::Cgroup, Kind::Directory];
@@ -44,6 +48,25 @@ struct OfResult {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OfFinding {
     finding: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfReason {
+    reason: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfTemplate {
+    template: String,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfSandbox {
+    sandbox: String,
+    name: String,
+    template: String,
+    state: &'static str,
+    vmm: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -79,15 +102,70 @@ pub(super) fn render<H: Host>(node: &Node<H>) -> String {
         }
         states(&mut registry, "slots", "Network slots by state", slots);
     }
-    let scanned = node.engine.reclaim().state != ReclaimState::Scanning;
+    sandboxes(&mut registry, node);
+    let progress = node.engine.reclaim();
+    reclaim(&mut registry, &progress);
+    let scanned = progress.state != ReclaimState::Scanning;
     leftovers(&mut registry, scanned, &node.engine.leftovers(), &node.engine.stuck());
     reconcile(&mut registry, &node.engine.reconcile_report());
+    node.engine.meters().register(&mut registry);
+    told::register(&mut registry, node.engine.events().counts(), &node.told);
 
     let mut text = String::new();
     if let Err(e) = encode(&mut text, &registry) {
         tracing::error!("metrics: {e}");
     }
     text
+}
+
+/// Templates with a series of their own; what others have is counted together.
+const TEMPLATES: usize = 50;
+
+/// Sandboxes by template, the commonest first; and each of them, if that is wanted.
+fn sandboxes<H: Host>(registry: &mut Registry, node: &Node<H>) {
+    let Ok(views) = node.engine.list() else { return };
+    let mut by_template = BTreeMap::<&str, i64>::new();
+    for view in &views {
+        *by_template.entry(view.record.spec.template.as_str()).or_default() += 1;
+    }
+    let mut by_template: Vec<_> = by_template.into_iter().collect();
+    by_template.sort_by_key(|(_, n)| std::cmp::Reverse(*n));
+    let family = Family::<OfTemplate, Gauge>::default();
+    for (i, (template, n)) in by_template.into_iter().enumerate() {
+        let template = if i < TEMPLATES { template.to_owned() } else { "(others)".to_owned() };
+        family.get_or_create(&OfTemplate { template }).inc_by(n);
+    }
+    registry.register("template_sandboxes", "Sandboxes by template, in any state", family);
+    if !node.per_sandbox {
+        return;
+    }
+    let family = Family::<OfSandbox, Gauge>::default();
+    for view in views {
+        let of = OfSandbox {
+            sandbox: view.record.id.to_string(),
+            name: view.record.name.to_string(),
+            template: view.record.spec.template.to_string(),
+            state: view.state.as_str(),
+            vmm: view.record.spec.vmm.as_str(),
+        };
+        family.get_or_create(&of).set(i64::try_from(view.record.created_at_ms / 1000).unwrap_or(i64::MAX));
+    }
+    let help = "When the sandbox was created, since the Unix epoch";
+    registry.register("sandbox_created_timestamp_seconds", help, family);
+}
+
+/// How far the release of leftovers is, as in `/health`.
+fn reclaim(registry: &mut Registry, progress: &ReclaimProgress) {
+    let family = Family::<OfState, Gauge>::default();
+    let all = [ReclaimState::Scanning, ReclaimState::Running, ReclaimState::Done, ReclaimState::Off];
+    for state in all {
+        let of = OfState { state: state.as_str().to_owned() };
+        family.get_or_create(&of).set(i64::from(state == progress.state));
+    }
+    registry.register("reclaim_state", "1 for where the release of leftovers is", family);
+    let counts = [("found", progress.total), ("released", progress.done), ("failed", progress.failed)];
+    let counts = counts.map(|(state, n)| (state, u32::try_from(n).unwrap_or(u32::MAX)));
+    states(registry, "reclaim_leftovers", "Leftovers of the first round and later passes", counts);
 }
 
 /// Those without a reason inside; the others appear once there is one.

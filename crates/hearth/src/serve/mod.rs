@@ -4,6 +4,7 @@
 mod bind;
 mod checks;
 mod convert;
+mod events;
 mod front;
 mod logs;
 mod metrics;
@@ -14,7 +15,9 @@ mod standalone;
 mod status;
 mod supervisor;
 mod templates;
+mod traces;
 pub(crate) mod vmms;
+mod webhook;
 
 use std::net::SocketAddr;
 use std::process::ExitCode;
@@ -22,22 +25,27 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, bail};
+use hearth_api::v1::event_service_server::EventServiceServer;
 use hearth_api::v1::node_service_server::NodeServiceServer;
 use hearth_api::v1::sandbox_service_server::SandboxServiceServer;
 use hearth_api::v1::template_service_server::TemplateServiceServer;
+use hearth_core::event::EventKind;
 use hearth_core::host::Host;
 use hearth_host::kernel_host::{HostConfig, KernelHost};
 use hearth_host::lock::InstanceClaim;
 use hearth_node::{
-    Ask, Engine, EngineConfig, EngineError, Phase, Reclaim, ReclaimMode, Reconcile, ReconcileAction,
+    Ask, Engine, EngineConfig, EngineError, Events, JournalConfig, Phase, Reclaim, ReclaimMode, Reconcile,
+    ReconcileAction,
 };
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic_health::pb::health_server::{Health, HealthServer};
 
 use crate::config::{Config, ShutdownMode};
+use crate::logging::Lost;
 use bind::Place;
 use front::{Front, HealthSource};
+use metrics::Told;
 use signals::Signals;
 use status::{Report, Status, StatusCell};
 use supervisor::Supervisor;
@@ -55,6 +63,8 @@ const BOOT_DEADLINE: Duration = Duration::from_secs(180);
 const CONSOLE_CAP_BYTES: u64 = 1024 * 1024;
 /// Threads of the engine; host calls have threads of their own.
 const WORKERS: usize = 2;
+/// How long the last events may take to be written.
+const JOURNAL: Duration = Duration::from_secs(5);
 /// How often the front looks at the status when nothing tells it to.
 const LOOK: Duration = Duration::from_millis(250);
 
@@ -65,6 +75,10 @@ pub(crate) struct Node<H> {
     pub(crate) started_at_ms: u64,
     /// Whether clients must send a token.
     pub(crate) has_token: bool,
+    /// What came of telling others.
+    pub(crate) told: Told,
+    /// Whether each sandbox has metrics of its own.
+    pub(crate) per_sandbox: bool,
     /// The engine's runtime.
     runtime: tokio::runtime::Handle,
     tasks: TaskTracker,
@@ -101,14 +115,14 @@ impl<H: Host> Node<H> {
 ///
 /// # Errors
 /// If the instance is taken, the port cannot be bound or the configuration does not fit the host.
-pub(crate) fn run(config: &Config) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(config: &Config, log: Lost) -> anyhow::Result<ExitCode> {
     let main = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut signals = main.block_on(async { Signals::new() })?;
     let supervisor = Supervisor::from_env();
     let Some((lock, place)) = main.block_on(bind::take(config, &mut signals, &supervisor))? else {
         return Ok(ExitCode::SUCCESS);
     };
-    let daemon = Daemon::start(config, place, supervisor)?;
+    let daemon = Daemon::start(config, place, supervisor, log)?;
     tracing::info!(listen = %daemon.address, instance = %config.instance, pid = std::process::id(), "listening");
     let mut phase = daemon.node.engine.phase();
     let ended = main.block_on(async {
@@ -147,7 +161,7 @@ struct Daemon {
 }
 
 impl Daemon {
-    fn start(config: &Config, place: Place, supervisor: Supervisor) -> anyhow::Result<Self> {
+    fn start(config: &Config, place: Place, supervisor: Supervisor, log: Lost) -> anyhow::Result<Self> {
         let Place { listener, claim } = place;
         let address = listener.local_addr()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -167,17 +181,32 @@ impl Daemon {
         if let Err(e) = hearth_host::process::raise_nofile_limit() {
             tracing::warn!("the limit of open files stays low: {e}");
         }
-        let engine = Engine::new(Arc::clone(&host), engine_config(config)?);
+        let told = Told::new(log);
+        let webhook = webhook::Webhook::new(config, Arc::clone(&told.webhook))?;
+        let engine = Engine::new(Arc::clone(&host), engine_config(config, host.boot_id())?);
+        let events = engine.events().clone();
+        let event = Events::now(EventKind::DaemonStarted).with("pid", std::process::id());
+        events.tell(event.with("version", env!("CARGO_PKG_VERSION")).with("listen", address));
         let node = Arc::new(Node {
             engine,
-            status: StatusCell::new(),
+            status: StatusCell::new(events.clone()),
             started_at_ms: now_ms(),
             has_token: config.token.is_some(),
+            per_sandbox: config.metrics.per_sandbox,
+            told,
             runtime: runtime.handle().clone(),
             tasks: TaskTracker::new(),
             ended: CancellationToken::new(),
         });
         let front = Front::start(listener, app(Arc::clone(&node), config.token.clone(), supervisor.clone()))?;
+        if let Some(webhook) = webhook {
+            node.spawn(webhook.run(node.engine.events().clone(), node.ended.clone()));
+        }
+        if let Some(endpoint) = &config.otlp.endpoint {
+            let traces =
+                traces::Traces::begin(endpoint, config.instance.as_str(), Arc::clone(&node.told.traces));
+            node.spawn(traces.run(node.ended.clone()));
+        }
         let starting = Arc::clone(&node);
         // The phase tells its failure.
         node.spawn(async move { drop(starting.engine.start().await) });
@@ -213,6 +242,7 @@ impl Daemon {
             ShutdownMode::Drain => Duration::from_secs(config.shutdown.drain_seconds),
             ShutdownMode::Detach | ShutdownMode::Kill => Duration::ZERO,
         });
+        node.engine.events().tell(Events::now(EventKind::DaemonEnding).because(why));
         node.status.end(format!("{why}: shutting down"));
         node.engine.close("it is shutting down");
         let left = self.runtime.block_on(async {
@@ -234,13 +264,21 @@ impl Daemon {
         }
         node.ended.cancel();
         self.front.stop();
+        if !node.engine.events().close(JOURNAL) {
+            tracing::warn!("the last events are not written");
+        }
         self.runtime.shutdown_timeout(Duration::from_secs(5));
     }
 }
 
 /// What gRPC health can be asked for; the empty name is the whole.
-const SERVICES: [&str; 4] =
-    ["", "hearth.v1.SandboxService", "hearth.v1.TemplateService", "hearth.v1.NodeService"];
+const SERVICES: [&str; 5] = [
+    "",
+    "hearth.v1.EventService",
+    "hearth.v1.SandboxService",
+    "hearth.v1.TemplateService",
+    "hearth.v1.NodeService",
+];
 
 async fn app(node: Arc<Node<KernelHost>>, token: Option<String>, supervisor: Supervisor) -> axum::Router {
     let (reporter, health) = tonic_health::server::health_reporter();
@@ -290,7 +328,8 @@ fn services(node: &Arc<Node<KernelHost>>, health: HealthServer<impl Health>) -> 
     let mut routes = tonic::service::Routes::new(health)
         .add_service(SandboxServiceServer::new(sandboxes::Sandboxes(Arc::clone(node))))
         .add_service(TemplateServiceServer::new(templates::Templates(Arc::clone(node))))
-        .add_service(NodeServiceServer::new(node::NodeInfo(Arc::clone(node))));
+        .add_service(NodeServiceServer::new(node::NodeInfo(Arc::clone(node))))
+        .add_service(EventServiceServer::new(events::EventStreams(Arc::clone(node))));
     let builder = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(hearth_api::FILE_DESCRIPTOR_SET)
@@ -303,7 +342,7 @@ fn services(node: &Arc<Node<KernelHost>>, health: HealthServer<impl Health>) -> 
     routes
 }
 
-fn engine_config(config: &Config) -> anyhow::Result<EngineConfig> {
+fn engine_config(config: &Config, boot_id: &str) -> anyhow::Result<EngineConfig> {
     Ok(EngineConfig {
         layout: config.slot_layout(),
         store_dir: config.state_dir.clone(),
@@ -341,6 +380,11 @@ fn engine_config(config: &Config) -> anyhow::Result<EngineConfig> {
         release_deadline: RELEASE_DEADLINE,
         boot_deadline: BOOT_DEADLINE,
         console_cap_bytes: CONSOLE_CAP_BYTES,
+        journal: (config.events.keep_mib > 0).then(|| JournalConfig {
+            dir: config.instance_state_dir().join("events"),
+            keep_bytes: config.events.keep_mib << 20,
+            boot_id: boot_id.to_owned(),
+        }),
     })
 }
 

@@ -9,13 +9,14 @@ use hearth_api::v1;
 use hearth_api::v1::sandbox_service_server::SandboxService;
 use hearth_core::host::Host;
 use hearth_core::steps::Step;
+use hearth_node::trace::{self, Open, TraceContext};
 use hearth_node::{EngineError, NewSandbox, StepStarted};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::convert::{self, parse};
-use super::{Node, logs};
+use super::{Node, logs, traces};
 
 type Reply<T> = Result<Response<T>, Status>;
 type Messages<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -25,6 +26,7 @@ pub(crate) struct Sandboxes<H>(pub(crate) Arc<Node<H>>);
 
 fn new_sandbox(
     request: v1::CreateRequest,
+    trace: TraceContext,
 ) -> Result<(hearth_core::id::TemplateName, NewSandbox), EngineError> {
     if request.template.is_empty() {
         return Err(EngineError::Invalid("no template given; `hearth template ls` lists them".into()));
@@ -43,6 +45,7 @@ fn new_sandbox(
             other => Some(parse(other)?),
         },
         env,
+        trace,
     };
     Ok((parse(&request.template)?, new))
 }
@@ -62,7 +65,8 @@ impl<H: Host> SandboxService for Sandboxes<H> {
     type LogsStream = Messages<v1::LogsChunk>;
 
     async fn create(&self, request: Request<v1::CreateRequest>) -> Reply<Self::CreateStream> {
-        let (template, new) = new_sandbox(request.into_inner()).map_err(|e| convert::status(&e))?;
+        let trace = traces::parent(request.metadata());
+        let (template, new) = new_sandbox(request.into_inner(), trace).map_err(|e| convert::status(&e))?;
         let (out, messages) = mpsc::channel(Step::ALL.len() + 1);
         let node = Arc::clone(&self.0);
         self.0.spawn(async move {
@@ -119,26 +123,38 @@ impl<H: Host> SandboxService for Sandboxes<H> {
     }
 
     async fn delete(&self, request: Request<v1::DeleteRequest>) -> Reply<v1::DeleteResponse> {
+        let trace = traces::parent(request.metadata());
         let key = request.into_inner().sandbox;
         let node = Arc::clone(&self.0);
-        self.0.call(async move { node.engine.delete(&key).await }).await?;
+        self.0.call(async move { node.engine.delete_within(&key, &trace).await }).await?;
         Ok(Response::new(v1::DeleteResponse {}))
     }
 
     async fn exec(&self, request: Request<Streaming<v1::ExecInput>>) -> Reply<Self::ExecStream> {
+        let parent = traces::parent(request.metadata());
         let mut input = request.into_inner();
         let first = input.message().await?;
         let Some(v1::exec_input::Input::Start(start)) = first.and_then(|m| m.input) else {
             return Err(Status::invalid_argument("the first message of an exec must be its start"));
         };
-        let mut shim = self.0.engine.connected(&start.sandbox).await.map_err(|e| convert::status(&e))?;
+        let mut span = Open::begin("exec", &parent, &start.sandbox);
+        let connect = async |_| self.0.engine.connected(&start.sandbox).await;
+        let shim = trace::within("exec.connect", &span.context(), connect).await;
+        let mut shim = shim.map_err(|e| convert::status(&e))?;
         let start = v1::ExecInput { input: Some(v1::exec_input::Input::Start(start)) };
         // An input that breaks off is an input that ends: the shim then ends the command's stdin.
         let rest = tokio_stream::StreamExt::map_while(input, Result::ok);
         let messages = futures::stream::once(async { start }).chain(rest);
         let place = hearth_core::steps::Place::Exec;
         let faults = self.0.engine.faults();
-        let output = faults.around(place, Status::internal, shim.exec(messages)).await?.into_inner();
+        let begin = async |_| faults.around(place, Status::internal, shim.exec(messages)).await;
+        let output = trace::within("exec.start", &span.context(), begin).await?.into_inner();
+        // The span lives as long as the stream, and ends with it.
+        let output = output.inspect(move |message| {
+            if let Err(status) = message {
+                span.failed(status.message());
+            }
+        });
         Ok(Response::new(Box::pin(output)))
     }
 

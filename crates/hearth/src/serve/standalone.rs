@@ -12,6 +12,7 @@ use super::Daemon;
 use super::bind::Place;
 use super::supervisor::Supervisor;
 use crate::config::{Config, ReclaimMode, ShutdownMode};
+use crate::logging::Lost;
 
 /// How many may run at once on one host.
 const MAX: u32 = 8;
@@ -41,7 +42,7 @@ impl Standalone {
                 Err(e) => return Err(e).context("a private daemon needs root"),
             };
             let place = Place::take(&config);
-            match place.and_then(|place| Daemon::start(&config, place, Supervisor::none())) {
+            match place.and_then(|place| Daemon::start(&config, place, Supervisor::none(), Lost::none())) {
                 Ok(daemon) => {
                     let standalone = Self { address: daemon.address, config, daemon, lock };
                     return standalone.ready();
@@ -111,6 +112,9 @@ fn private(base: &Config, i: u32) -> anyhow::Result<Config> {
     // A /28 for each: seven slots. Below the default instance's 10.12.0.0/16.
     config.network.cidr = format!("10.11.255.{}/28", i * 16).parse()?;
     config.network.slot_pool = 1;
+    config.events.keep_mib = 0;
+    config.webhook = Default::default();
+    config.otlp = Default::default();
     config.shutdown.mode = ShutdownMode::Kill;
     // What an earlier one of this place left is gone before this one begins.
     config.reclaim.mode = ReclaimMode::Blocking;

@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use hearth_core::event::EventKind;
 pub(crate) use hearth_node::Status;
-use hearth_node::{Desired, Phase, shown};
+use hearth_node::{Desired, Events, Phase, shown};
 use tokio::sync::watch;
 
 /// The engine's loop stamps every second. Older than this, its threads are blocked.
@@ -30,11 +31,12 @@ pub(crate) struct StatusCell {
     /// What the node needs and has not.
     broken: Mutex<Vec<String>>,
     beat: Heartbeat,
+    events: Events,
 }
 
 impl StatusCell {
     /// Begins as `starting`, never as anything better.
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(events: Events) -> Self {
         let reason = "not begun".to_owned();
         let report = Report { status: Status::Starting, reason, since_ms: super::now_ms() };
         Self {
@@ -42,6 +44,7 @@ impl StatusCell {
             ending: Mutex::default(),
             broken: Mutex::default(),
             beat: Heartbeat::new(),
+            events,
         }
     }
 
@@ -56,12 +59,13 @@ impl StatusCell {
         let mut broken = self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone();
         broken.extend(self.beat.stopped());
         let (status, reason) = shown(phase, desired, ending.as_deref(), &broken);
-        let mut changed = false;
+        let (mut changed, mut former) = (false, status);
         self.last.send_if_modified(|last| {
             if (last.status, &last.reason) == (status, &reason) {
                 return false;
             }
             changed = last.status != status;
+            former = last.status;
             if changed {
                 last.since_ms = super::now_ms();
             }
@@ -69,6 +73,11 @@ impl StatusCell {
             true
         });
         let report = self.last.borrow().clone();
+        if changed {
+            let event = Events::now(EventKind::StatusChanged).because(report.reason.as_str());
+            let event = event.with("status", status.as_str()).with("former", former.as_str());
+            self.events.tell(event);
+        }
         if changed && status == Status::Unhealthy {
             tracing::warn!(status = status.as_str(), "{}", report.reason);
         } else if changed {
@@ -128,7 +137,7 @@ mod tests {
 
     #[test]
     fn begins_not_ready_and_heals_to_what_it_was() {
-        let cell = StatusCell::new();
+        let cell = StatusCell::new(Events::in_memory());
         assert!(!cell.subscribe().borrow().status.is_ready());
         let standby = || cell.look(&Phase::Ready, Desired::Standby);
         let first = standby();
@@ -143,7 +152,7 @@ mod tests {
 
     #[test]
     fn since_changes_with_the_status_only() {
-        let cell = StatusCell::new();
+        let cell = StatusCell::new(Events::in_memory());
         let begun = cell.look(&Phase::Starting("a".into()), Desired::Active);
         let later = cell.look(&Phase::Starting("b".into()), Desired::Active);
         assert_eq!((later.since_ms, later.reason.as_str()), (begun.since_ms, "b"));

@@ -339,6 +339,11 @@ impl Node {
     }
 }
 
+/// Events outlive the sandboxes they tell of.
+fn is_journal(name: &std::ffi::OsStr) -> bool {
+    name.to_str().is_some_and(|n| n.starts_with("events-") || n == "webhook.json")
+}
+
 /// The instance's own directories and lock stay with the instance; a test's instance ends here.
 fn remove_empty(dir: &Path) {
     let Ok(entries) = fs::read_dir(dir) else { return };
@@ -348,7 +353,7 @@ fn remove_empty(dir: &Path) {
             remove_empty(&path);
         } else if path
             .file_name()
-            .is_some_and(|n| n == "lock" || n == "sysctl.json" || n == "host-firewall.json")
+            .is_some_and(|n| n == "lock" || n == "sysctl.json" || n == "host-firewall.json" || is_journal(n))
         {
             fs::remove_file(path).unwrap();
         }

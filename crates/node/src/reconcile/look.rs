@@ -1,6 +1,7 @@
 //! What a pass looks at: the scans of a start, with the books before and after them; and the host firewall, which has
 //! no owner to ask and is made whole at once.
 
+use hearth_core::event::EventKind;
 use hearth_core::host::{Census, Host};
 use hearth_core::lifecycle::{SandboxState, SlotState};
 use hearth_core::reconcile::{Named, Scene};
@@ -11,6 +12,7 @@ use crate::blocking::{blocking, on_host};
 use crate::config::ReconcileAction;
 use crate::engine::Engine;
 use crate::error::chain;
+use crate::events::Events;
 use crate::records::Loaded;
 use crate::start::some_of;
 
@@ -118,6 +120,8 @@ impl<H: Host> Engine<H> {
             let gone = *before == Firewall::Absent;
             if gone && !std::mem::replace(&mut kept.firewall_told, gone) {
                 self.count_firewall();
+                let event = Events::now(EventKind::HostFirewall).because("it is gone, and left so");
+                self.context.events.tell(event);
                 tracing::warn!("the host firewall is gone; left alone since reconcile.action is report");
             }
             kept.firewall_told = gone;
@@ -133,6 +137,9 @@ impl<H: Host> Engine<H> {
             (before, after) if before != after => {
                 self.count_firewall();
                 let (kind, before, after) = (Kind::HostFirewall, before.words(), after.words());
+                let event =
+                    Events::now(EventKind::HostFirewall).because("it was not whole, and is made again");
+                self.context.events.tell(event.with("before", before).with("after", after));
                 tracing::warn!(%kind, before, after, "the host firewall was not whole, and is made again");
             }
             _ => {}

@@ -17,6 +17,7 @@ use crate::blocking::{blocking, on_host};
 use crate::error::chain;
 use crate::images::{self, Job};
 use crate::shim_client;
+use crate::trace;
 
 /// How long a shim may take from start to its first answer.
 const SHIM_START: Duration = Duration::from_secs(20);
@@ -41,7 +42,10 @@ impl<H: Host> Sandbox<H> {
             let begun = Instant::now();
             let failed = |why| CreateError::Step(step, why);
             let context = Arc::clone(&self.context);
-            context.faults.around(Place::Create(step), failed, self.step(step)).await?;
+            let parent = self.trace.clone();
+            let done = async |_| context.faults.around(Place::Create(step), failed, self.step(step)).await;
+            trace::within(format!("create.{step}"), &parent, done).await?;
+            context.meters.create_step(step, begun.elapsed());
             self.view.send_modify(|v| v.steps.push((step, begun.elapsed())));
         }
         Ok(())

@@ -28,6 +28,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::shim_client::Client;
+use crate::trace::TraceContext;
 
 pub(crate) use task::{Begin, Sandbox};
 
@@ -57,8 +58,8 @@ pub struct StepStarted(pub Step);
 /// What may be asked of a sandbox's task.
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// Release everything; the answer comes when all is gone, or says what is stuck.
-    Delete(oneshot::Sender<Result<(), String>>),
+    /// Release everything; the answer comes when all is gone, or says what is stuck. With the span it is part of.
+    Delete(oneshot::Sender<Result<(), String>>, TraceContext),
 }
 
 /// How others reach a sandbox.
@@ -75,20 +76,27 @@ pub(crate) struct Handle {
 }
 
 /// Why a delete did not end with everything gone.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(crate) enum DeleteError {
     /// Something is left and is tried again.
+    #[error("stuck: {0}")]
     Stuck(String),
     /// The sandbox's task ended first: the daemon is shutting down, or the task is being replaced.
+    #[error("the daemon stopped looking after it")]
     Ended,
 }
 
 impl Handle {
     /// Deletes and waits for the outcome.
     pub(crate) async fn delete(&self) -> Result<(), DeleteError> {
+        self.delete_within(TraceContext::new()).await
+    }
+
+    /// The same below a span.
+    pub(crate) async fn delete_within(&self, trace: TraceContext) -> Result<(), DeleteError> {
         self.cancel.cancel();
         let (answer, outcome) = oneshot::channel();
-        let told = match self.commands.send(Command::Delete(answer)).await {
+        let told = match self.commands.send(Command::Delete(answer, trace)).await {
             Ok(()) => tokio::select! {
                 biased;
                 outcome = outcome => outcome.ok(),

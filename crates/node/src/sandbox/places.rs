@@ -2,6 +2,7 @@
 //! either, so that a fault can be ordered at every part of it.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use hearth_core::host::{ErrorClass, Host, HostError};
 use hearth_core::network::SlotIndex;
@@ -13,12 +14,12 @@ use super::task::Sandbox;
 use crate::blocking::on_host;
 use crate::pool::Retired;
 use crate::shim_client::{self, Client};
+use crate::trace;
 
 impl<H: Host> Sandbox<H> {
     /// Has the shim kill its VM.
     pub(super) async fn stop_shim(&self, client: &Client) -> Result<(), String> {
-        let place = Place::Release(ReleaseStep::Stop);
-        self.context.faults.around(place, |why| why, shim_client::stop(client, GENTLE)).await
+        self.part(ReleaseStep::Stop, |why| why, shim_client::stop(client, GENTLE)).await
     }
 
     /// Releases one resource that is no part of a slot.
@@ -41,12 +42,25 @@ impl<H: Host> Sandbox<H> {
         let (host, what) = (Arc::clone(&self.context.host), resource.clone());
         let within = self.context.config.release_deadline;
         let released = on_host(&host, move |host| host.release(&what, within));
-        self.context.faults.around(Place::Release(step), failed, released).await
+        self.part(step, failed, released).await
     }
 
     /// Takes the slot from this sandbox: reset for the next owner, or removed.
     pub(super) async fn retire_slot(&self, slot: SlotIndex) -> Result<Retired, String> {
-        let place = Place::Release(ReleaseStep::Slot);
-        self.context.faults.around(place, |why| why, self.context.pool.retire(slot)).await
+        self.part(ReleaseStep::Slot, |why| why, self.context.pool.retire(slot)).await
+    }
+
+    /// One part of the walk, at its place, timed, in a span of its own.
+    async fn part<T, E: std::fmt::Display>(
+        &self,
+        step: ReleaseStep,
+        failed: impl Fn(String) -> E,
+        effect: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, E> {
+        let (begun, place) = (Instant::now(), Place::Release(step));
+        let done = async |_| self.context.faults.around(place, failed, effect).await;
+        let done = trace::within(place.as_str(), &self.trace, done).await;
+        self.context.meters.release_step(step, begun.elapsed());
+        done
     }
 }

@@ -1,8 +1,9 @@
 //! The one release path: the steps of creation backwards, from any prefix. It goes on past errors and may be
 //! run again; "already gone" is success.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use hearth_core::event::EventKind;
 use hearth_core::host::Host;
 use hearth_core::lifecycle::SandboxState;
 use hearth_core::resource::{Kind, Resource};
@@ -12,6 +13,8 @@ use super::task::Sandbox;
 use crate::blocking::on_host;
 use crate::engine::now_ms;
 use crate::error::chain;
+use crate::events::Events;
+use crate::trace::{self, TraceContext};
 
 /// How long the shim may take to kill the VM and write the exit record before the cgroup is killed.
 pub(super) const GENTLE: Duration = Duration::from_secs(3);
@@ -19,6 +22,17 @@ pub(super) const GENTLE: Duration = Duration::from_secs(3);
 impl<H: Host> Sandbox<H> {
     /// One try at everything the record names. What is left is told, and stays in the record with the reason.
     pub(super) async fn release_once(&mut self) -> Result<(), String> {
+        self.ending.get_or_insert_with(Instant::now);
+        let asked = std::mem::take(&mut self.trace);
+        self.trace = trace::begin("release", &asked);
+        trace::about(&self.trace, &self.record);
+        let released = self.release_all().await;
+        trace::end(&self.trace, &released);
+        self.trace = TraceContext::new();
+        released
+    }
+
+    async fn release_all(&mut self) -> Result<(), String> {
         let other_boot = self.record.boot_id != self.context.host.boot_id();
         if other_boot {
             // Pids and slot numbers of another boot name other things now; only names that are unique for
@@ -57,6 +71,11 @@ impl<H: Host> Sandbox<H> {
         let why = stuck.to_string();
         if stuck.tries == 1 {
             tracing::warn!(sandbox = %self.record.id, name = %self.record.name, "stuck: {why}");
+            let event = Events::now(EventKind::SandboxStuck).about(&self.record).because(why.as_str());
+            let event = event.with("tries", stuck.tries);
+            let left =
+                stuck.left.iter().fold(event, |e, left| e.with(&format!("left.{}", left.what), &left.why));
+            self.context.events.tell(left);
         } else {
             tracing::debug!(sandbox = %self.record.id, tries = stuck.tries, "still stuck: {why}");
         }

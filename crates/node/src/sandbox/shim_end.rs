@@ -25,10 +25,18 @@ pub(super) async fn ended<H: Host>(host: &Arc<H>, process: &ProcessIdentity, pid
             match watch(fd) {
                 Ok(fd) => match fd.readable().await {
                     Ok(_) => return,
-                    Err(e) => tracing::warn!(pid = process.pid, "cannot watch a shim, asking instead: {e}"),
+                    Err(e) => tracing::warn!(
+                        sandbox = process.cgroup,
+                        pid = process.pid,
+                        "cannot watch a shim, asking instead: {e}"
+                    ),
                 },
                 Err((fd, e)) => {
-                    tracing::warn!(pid = process.pid, "cannot watch a shim, trying again: {e}");
+                    tracing::warn!(
+                        sandbox = process.cgroup,
+                        pid = process.pid,
+                        "cannot watch a shim, trying again: {e}"
+                    );
                     pidfd = Some(fd);
                 }
             }

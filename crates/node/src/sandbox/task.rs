@@ -4,8 +4,9 @@ use std::convert::Infallible;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use hearth_core::event::EventKind;
 use hearth_core::exit::{ExitReason, ExitRecord};
 use hearth_core::host::Host;
 use hearth_core::image::Template;
@@ -22,7 +23,9 @@ use super::{Command, StepStarted, View, shim_end};
 use crate::blocking::{blocking, on_host};
 use crate::engine::{Context, now_ms};
 use crate::error::EngineError;
+use crate::events::Events;
 use crate::shim_client;
+use crate::trace::TraceContext;
 
 /// Between two tries to connect to a shim that lives and does not answer.
 const RECONNECT: Duration = Duration::from_secs(1);
@@ -40,10 +43,13 @@ pub(crate) enum Begin {
 }
 
 /// Why a creation ended early.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(super) enum CreateError {
+    #[error("cancelled")]
     Cancelled,
+    #[error("{0}")]
     Exhausted(String),
+    #[error("step {0}: {1}")]
     Step(Step, String),
 }
 
@@ -57,7 +63,7 @@ enum Judged {
 
 /// Why a living sandbox stops being one.
 enum End {
-    Deleted(oneshot::Sender<Result<(), String>>),
+    Deleted(oneshot::Sender<Result<(), String>>, TraceContext),
     VmEnded,
     /// The daemon ends and leaves the VM to its shim.
     Detached,
@@ -76,6 +82,10 @@ pub(crate) struct Sandbox<H> {
     pub(crate) cancel: CancellationToken,
     pub(crate) progress: Option<mpsc::Sender<StepStarted>>,
     pub(crate) shim_pidfd: Option<OwnedFd>,
+    /// What its creation or release is part of.
+    pub(crate) trace: TraceContext,
+    /// When its release began.
+    pub(crate) ending: Option<Instant>,
 }
 
 impl<H: Host> Sandbox<H> {
@@ -85,8 +95,9 @@ impl<H: Host> Sandbox<H> {
         // What came of a try just made.
         let mut tried = None;
         match begin {
-            Begin::Create(outcome) => match self.create_and_save().await {
+            Begin::Create(outcome) => match self.create_and_tell().await {
                 Ok(()) => {
+                    self.trace = TraceContext::new();
                     let view = self.view.borrow().clone();
                     if outcome.send(Ok(view)).is_ok() {
                         if !self.live(&mut waiting).await {
@@ -94,6 +105,7 @@ impl<H: Host> Sandbox<H> {
                         }
                     } else {
                         tracing::info!(sandbox = %self.record.id, "the caller went away, taking it back");
+                        self.tell(EventKind::SandboxDeleting, "the caller went away");
                     }
                 }
                 Err(e) => {
@@ -107,6 +119,7 @@ impl<H: Host> Sandbox<H> {
             },
             Begin::Found => match self.judge().await {
                 Judged::Alive if self.record.state == SandboxState::Running => {
+                    self.tell(EventKind::SandboxAdopted, "its shim lives");
                     if !self.live(&mut waiting).await {
                         return;
                     }
@@ -117,6 +130,7 @@ impl<H: Host> Sandbox<H> {
             Begin::Release(why) => {
                 // How its VM ended while no daemon looked.
                 self.show_exit();
+                self.tell(EventKind::SandboxDeleting, &why);
                 tracing::info!(sandbox = %self.record.id, name = %self.record.name, "releasing: {why}");
                 // Thousands may have to go after a reboot; creations must not queue behind them.
                 let context = Arc::clone(&self.context);
@@ -134,7 +148,54 @@ impl<H: Host> Sandbox<H> {
     /// Shows how the VM ended, if its shim said so.
     fn show_exit(&self) {
         let exit = self.context.records.exit_record(&self.record.id);
+        // What its record already calls ended was told by an earlier daemon.
+        if let Some(exit) = exit.as_ref().filter(|_| self.record.state == SandboxState::Running) {
+            self.tell_exit(exit);
+        }
         self.view.send_modify(|v| v.exit = exit);
+    }
+
+    fn tell(&self, kind: EventKind, reason: &str) {
+        self.context.events.about(kind, &self.record, reason);
+    }
+
+    fn tell_exit(&self, exit: &ExitRecord) {
+        self.context.meters.exited(exit);
+        let event = Events::now(EventKind::SandboxExited).about(&self.record).because(exit.words());
+        let event = event.with("reason", exit.reason.as_str()).with("ended_at_ms", exit.at_ms);
+        let event = exit.code.into_iter().fold(event, |e, code| e.with("code", code));
+        self.context.events.tell(exit.signal.into_iter().fold(event, |e, signal| e.with("signal", signal)));
+    }
+
+    /// Creates, and tells of it.
+    async fn create_and_tell(&mut self) -> Result<(), CreateError> {
+        let begun = Instant::now();
+        let spec = &self.record.spec;
+        let event = Events::now(EventKind::SandboxCreating).about(&self.record);
+        let event = event.with("template", &spec.template).with("vmm", spec.vmm);
+        self.context.events.tell(event.with("cpus", spec.cpus).with("memory_mib", spec.memory_mib));
+        let created = self.create_and_save().await;
+        let (events, meters) = (&self.context.events, &self.context.meters);
+        match &created {
+            Ok(()) => {
+                meters.created(begun.elapsed());
+                let event = Events::now(EventKind::SandboxRunning).about(&self.record);
+                let event = event.with("took_ms", begun.elapsed().as_millis());
+                let event = self.record.slot.iter().fold(event, |e, slot| e.with("slot", slot));
+                events.tell(self.record.shim.iter().fold(event, |e, shim| e.with("shim_pid", shim.pid)));
+            }
+            Err(e) => {
+                let (reason, why) = match e {
+                    CreateError::Cancelled => ("cancelled", "it was cancelled"),
+                    CreateError::Exhausted(why) => ("exhausted", why.as_str()),
+                    CreateError::Step(step, why) => (step.as_str(), why.as_str()),
+                };
+                meters.create_failed(reason);
+                let event = Events::now(EventKind::SandboxCreateFailed).about(&self.record).because(why);
+                events.tell(event.with("step", reason));
+            }
+        }
+        created
     }
 
     async fn create_and_save(&mut self) -> Result<(), CreateError> {
@@ -180,6 +241,7 @@ impl<H: Host> Sandbox<H> {
             };
             if stuck.is_none() {
                 tracing::warn!(sandbox = %self.record.id, name = %self.record.name, "kept as it is: {why}");
+                self.tell(EventKind::SandboxStuck, &why);
             }
             let what = format!("process {}", process.pid);
             let left = Left { kind: Kind::Process, what, why: why.clone(), holders: vec![] };
@@ -193,7 +255,7 @@ impl<H: Host> Sandbox<H> {
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
                 // What may be alive and another's is not killed on request either.
-                Some(Command::Delete(answer)) = self.commands.recv() => drop(answer.send(Err(why))),
+                Some(Command::Delete(answer, _)) = self.commands.recv() => drop(answer.send(Err(why))),
                 () = self.context.detach.cancelled() => return Judged::Detached,
             }
         }
@@ -209,17 +271,22 @@ impl<H: Host> Sandbox<H> {
             biased;
             () = self.context.detach.cancelled() => End::Detached,
             () = &mut ended => End::VmEnded,
-            Some(Command::Delete(answer)) = self.commands.recv() => End::Deleted(answer),
+            Some(Command::Delete(answer, trace)) = self.commands.recv() => End::Deleted(answer, trace),
             never = stay_connected(&self.view, &self.run_dir) => match never {},
         };
         match end {
-            End::Deleted(answer) => waiting.push(answer),
+            End::Deleted(answer, trace) => {
+                self.trace = trace;
+                self.tell(EventKind::SandboxDeleting, "a client asked for it");
+                waiting.push(answer);
+            }
             End::Detached => return false,
             End::VmEnded => {
                 let exit = self.context.records.exit_record(&self.record.id);
                 let exit = exit.unwrap_or_else(shim_died);
                 let reason = exit.words();
                 tracing::info!(sandbox = %self.record.id, name = %self.record.name, reason, "the VM ended");
+                self.tell_exit(&exit);
                 self.view.send_modify(|v| {
                     v.state = SandboxState::Exited;
                     v.exit = Some(exit);
@@ -248,7 +315,10 @@ impl<H: Host> Sandbox<H> {
             }
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
-                Some(Command::Delete(answer)) = self.commands.recv() => waiting.push(answer),
+                Some(Command::Delete(answer, trace)) = self.commands.recv() => {
+                    self.trace = trace;
+                    waiting.push(answer);
+                }
                 () = self.context.detach.cancelled() => return,
             }
         }
@@ -256,6 +326,11 @@ impl<H: Host> Sandbox<H> {
     }
 
     fn gone(mut self, waiting: Vec<oneshot::Sender<Result<(), String>>>) {
+        let took = self.ending.map(|begun| begun.elapsed()).unwrap_or_default();
+        self.context.meters.deleted(took);
+        let event =
+            Events::now(EventKind::SandboxDeleted).about(&self.record).because("nothing of it is left");
+        self.context.events.tell(event.with("took_ms", took.as_millis()));
         // First the books, then the answers: whoever hears "gone" may use the name again.
         self.context.books.remove(&self.record, self.view.borrow().exit.as_ref());
         self.view.send_modify(|v| v.gone = true);
@@ -263,7 +338,7 @@ impl<H: Host> Sandbox<H> {
         for answer in waiting {
             drop(answer.send(Ok(())));
         }
-        while let Ok(Command::Delete(answer)) = self.commands.try_recv() {
+        while let Ok(Command::Delete(answer, _)) = self.commands.try_recv() {
             drop(answer.send(Ok(())));
         }
     }

@@ -109,6 +109,7 @@ impl Bench {
             release_deadline: Duration::from_millis(300),
             boot_deadline: Duration::from_secs(5),
             console_cap_bytes: 4096,
+            journal: None,
         }
     }
 
