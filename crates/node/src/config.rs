@@ -8,7 +8,9 @@ use std::time::Duration;
 use hearth_core::network::SlotLayout;
 use hearth_core::spec::VmmKind;
 
-use crate::failpoint::{Failpoints, Kill9};
+use hearth_core::failpoint::Failpoints;
+
+use crate::failpoint::Kill9;
 
 /// Settings of one engine.
 #[derive(Debug, Clone)]

@@ -118,7 +118,7 @@ impl<H: Host> Engine<H> {
         let context = Context {
             records: Records::new(&config.state_dir),
             guest: GuestProgram::new(config.guest_program.clone()),
-            blanks: Blanks::new(config.state_dir.clone()),
+            blanks: Blanks::new(&config.store_dir, config.layout.instance.as_str()),
             faults: Faults::new(config.failpoints.clone(), config.kill9.clone()),
             host,
             config,
