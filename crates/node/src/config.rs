@@ -5,10 +5,10 @@ use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use hearth_core::block::DiskRate;
+use hearth_core::failpoint::Failpoints;
 use hearth_core::network::SlotLayout;
 use hearth_core::spec::VmmKind;
-
-use hearth_core::failpoint::Failpoints;
 
 use crate::failpoint::Kill9;
 
@@ -27,6 +27,8 @@ pub struct EngineConfig {
     pub slot_pool: usize,
     /// Name servers of guests.
     pub dns: Vec<Ipv4Addr>,
+    /// How fast the disks of a sandbox may be that does not say.
+    pub disk_rate: DiskRate,
     /// This binary, to run as shim.
     pub shim_program: PathBuf,
     /// The guest agent's binary, packed into initramfs images.

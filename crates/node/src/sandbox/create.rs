@@ -171,7 +171,7 @@ impl<H: Host> Sandbox<H> {
                 .then(|| state_dir.join(if self.served() { block::OVERLAY_FILE } else { DISK_FILE })),
             block: self.served().then(|| block::BlockSpec {
                 base: state_dir.join(block::BASE_FILE),
-                rate: block::DiskRate::default(),
+                rate: record.spec.disk_rate,
                 failpoints: config.failpoints.only(|place| matches!(place, Place::Block(_))).to_string(),
             }),
             cpus: record.spec.cpus,

@@ -108,6 +108,7 @@ impl Bench {
             reconcile: self.reconcile.clone(),
             release_deadline: Duration::from_millis(300),
             boot_deadline: Duration::from_secs(5),
+            disk_rate: Default::default(),
             console_cap_bytes: 4096,
         }
     }
