@@ -108,7 +108,8 @@ impl Machine {
         };
         let mut live = match Live::start(&self.spec, disks) {
             Ok(live) => live,
-            Err((e, disks)) => {
+            Err(failed) => {
+                let (e, disks) = *failed;
                 let mut words = vec![chain(&e)];
                 words.extend(disks.close(false).await);
                 return record(ExitReason::VmmFailed, None, words.join("; "));
@@ -232,14 +233,14 @@ fn or_stop(command: Option<Command>) -> Command {
 
 impl Live {
     /// The disks come back with an error: whoever has them closes them.
-    fn start(spec: &ShimSpec, mut disks: Disks) -> Result<Self, (VmmError, Disks)> {
+    fn start(spec: &ShimSpec, mut disks: Disks) -> Result<Self, Box<(VmmError, Disks)>> {
         let path = spec.run_dir.join(CONSOLE_LOG);
         let started = CappedLog::open(&path, spec.console_cap_bytes)
             .map_err(|e| VmmError::file("open", &path, e))
             .and_then(|log| Ok((log, crate::backend::launch(spec, disks.serve()?)?)));
         let (log, Launched { process, vmm, console }) = match started {
             Ok(started) => started,
-            Err(e) => return Err((e, disks)),
+            Err(e) => return Err(Box::new((e, disks))),
         };
         let vmm_dead = CancellationToken::new();
         let mut pumps = JoinSet::new();

@@ -156,7 +156,7 @@ fn a_guest_outlives_a_disk_that_is_slow_for_a_while() {
         "for i in 1 2 3 4 5; do echo 3 > /proc/sys/vm/drop_caches; cat /dev/vdb || exit 1; done | wc -c";
     let begun = Instant::now();
     let read = node.ok(&["exec", "g", "--", "sh", "-c", script]);
-    assert_eq!(read.trim(), (5u64 * 64 << 20).to_string());
+    assert_eq!(read.trim(), (5 * (64u64 << 20)).to_string());
     assert!(begun.elapsed() >= slow, "nothing was slow");
     assert_eq!(counted(&node, "g", "overlay")["read"]["errors"], 0);
     node.end_clean();

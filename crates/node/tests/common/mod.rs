@@ -241,6 +241,13 @@ impl ShimService for FakeShim {
         Ok(Response::new(BootResponse { vmm_pid: self.pid + 1 }))
     }
 
+    async fn block_stats(
+        &self,
+        _: Request<hearth_api::shim::BlockStatsRequest>,
+    ) -> Result<Response<hearth_api::shim::BlockStatsResponse>, Status> {
+        Err(Status::unimplemented("a fake shim has no disks"))
+    }
+
     async fn stop(&self, _: Request<StopRequest>) -> Result<Response<StopResponse>, Status> {
         Ok(Response::new(StopResponse { exit: String::new() }))
     }
