@@ -3,9 +3,11 @@
 
 pub mod agent;
 pub mod backup;
+pub mod block;
 pub mod doctor;
 pub mod event;
 pub mod exit;
+pub mod failpoint;
 pub mod host;
 pub mod id;
 pub mod image;

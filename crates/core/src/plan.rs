@@ -132,6 +132,7 @@ mod tests {
                 net: true,
                 vmm: VmmKind::Qemu,
                 env: vec![],
+                disk_rate: Default::default(),
             },
             state,
             created_at_ms: 1,

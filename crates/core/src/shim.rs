@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::block::BlockSpec;
 use crate::id::{InstanceName, SandboxId, SandboxName};
 use crate::spec::VmmKind;
 
@@ -65,8 +66,11 @@ pub struct ShimSpec {
     pub initramfs: Option<PathBuf>,
     /// Read-only root disk (ext4), first disk of the guest.
     pub rootfs: Option<PathBuf>,
-    /// Writable disk (ext4), second disk of the guest.
+    /// Writable disk (ext4), second disk of the guest. With `block` the file of an overlay, which the shim makes.
     pub overlay: Option<PathBuf>,
+    /// The disks go through the shim's block server; absent, the VMM opens their files itself.
+    #[serde(default)]
+    pub block: Option<BlockSpec>,
     /// Virtual CPUs.
     pub cpus: u32,
     /// MiB.

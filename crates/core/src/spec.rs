@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::block::DiskRate;
 use crate::id::TemplateName;
 
 /// One MiB in bytes.
@@ -83,6 +84,9 @@ pub struct SandboxSpec {
     pub vmm: VmmKind,
     /// Environment of every command.
     pub env: Vec<(String, String)>,
+    /// How fast its disks may be.
+    #[serde(default)]
+    pub disk_rate: DiskRate,
 }
 
 /// A value outside what is allowed.
@@ -120,6 +124,15 @@ impl SandboxSpec {
         if let Some(t) = self.timeout_seconds {
             within("timeout", t, &TIMEOUT_SECONDS, " s")?;
         }
+        let rate = &self.disk_rate;
+        within("disk bandwidth", rate.mib_per_second, &DiskRate::MIB_PER_SECOND, " MiB/s")?;
+        within("disk iops", rate.iops, &DiskRate::IOPS, "")?;
+        within("disk burst", rate.burst_ms, &DiskRate::BURST_MS, " ms")?;
+        if self.vmm == VmmKind::Firecracker && (rate.mib_per_second, rate.iops) != (0, 0) {
+            let why =
+                "disks of Firecracker are not served by hearth yet; use --vmm qemu, or ask for no limit";
+            return Err(SpecError { field: "disk bandwidth and iops", why: why.into() });
+        }
         for (key, value) in &self.env {
             if key.is_empty() || key.contains(['=', '\0']) || value.contains('\0') {
                 return Err(SpecError {
@@ -153,6 +166,7 @@ mod tests {
             net: true,
             vmm: VmmKind::Qemu,
             env: vec![],
+            disk_rate: DiskRate::default(),
         }
     }
 
@@ -165,6 +179,12 @@ mod tests {
         let err = SandboxSpec { memory_mib: 3, ..spec() }.validate().unwrap_err();
         assert_eq!(err.to_string(), "memory: 3 MiB is outside 64 MiB to 1048576 MiB");
         assert!(SandboxSpec { timeout_seconds: Some(0), ..spec() }.validate().is_err());
+        let disk_rate = DiskRate { mib_per_second: 4, ..DiskRate::default() };
+        assert_eq!(SandboxSpec { disk_rate, ..spec() }.validate(), Ok(()));
+        let unserved = SandboxSpec { disk_rate, vmm: VmmKind::Firecracker, ..spec() }.validate();
+        assert!(unserved.unwrap_err().to_string().contains("--vmm qemu"));
+        let disk_rate = DiskRate { burst_ms: 60_001, ..DiskRate::default() };
+        assert!(SandboxSpec { disk_rate, ..spec() }.validate().is_err());
         assert!(SandboxSpec { env: vec![("A=B".into(), String::new())], ..spec() }.validate().is_err());
         assert!(SandboxSpec { env: vec![("A".into(), "x".repeat(40_000))], ..spec() }.validate().is_err());
     }

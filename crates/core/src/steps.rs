@@ -88,6 +88,28 @@ impl ReleaseStep {
     ];
 }
 
+/// Where the shim's block server can be made to fail. Not part of [`Place::all`]: only a sandbox whose disks are served passes
+/// them, and it is its shim that does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum BlockPlace {
+    /// The disks are opened, and the overlay made.
+    Open,
+    /// The server of a disk serves; a fault here is its end.
+    Serve,
+    /// A read from the writable disk.
+    Read,
+    /// A write to it, zeroes and discards included.
+    Write,
+    /// A flush of it, whoever asks.
+    Flush,
+}
+
+impl BlockPlace {
+    /// All of them.
+    pub const ALL: [BlockPlace; 5] =
+        [BlockPlace::Open, BlockPlace::Serve, BlockPlace::Read, BlockPlace::Write, BlockPlace::Flush];
+}
+
 /// A place in the life of a node or a sandbox where the host is changed or a shim is asked for something. A
 /// fault can be ordered at each, before and after its effect; the crash matrix is made from this list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -102,10 +124,12 @@ pub enum Place {
     Exec,
     /// A part of the release walk, whoever asked for it.
     Release(ReleaseStep),
+    /// In the shim's block server.
+    Block(BlockPlace),
 }
 
 impl Place {
-    /// All places, in the order in which a life passes them.
+    /// All places that the engine passes, in the order of a life.
     pub fn all() -> impl Iterator<Item = Place> {
         let create = Step::ALL.into_iter().flat_map(|step| {
             let spawn = (step == Step::Shim).then_some(Place::Spawn);
@@ -129,6 +153,11 @@ impl Place {
             Place::Release(ReleaseStep::Slot) => "release.slot",
             Place::Release(ReleaseStep::RunDirectory) => "release.run-directory",
             Place::Release(ReleaseStep::Directory) => "release.directory",
+            Place::Block(BlockPlace::Open) => "block.open",
+            Place::Block(BlockPlace::Serve) => "block.serve",
+            Place::Block(BlockPlace::Read) => "block.read",
+            Place::Block(BlockPlace::Write) => "block.write",
+            Place::Block(BlockPlace::Flush) => "block.flush",
         }
     }
 }
@@ -142,8 +171,9 @@ impl std::fmt::Display for Place {
 impl std::str::FromStr for Place {
     type Err = String;
     fn from_str(s: &str) -> Result<Self, String> {
-        Place::all().find(|place| place.as_str() == s).ok_or_else(|| {
-            let all: Vec<&str> = Place::all().map(Place::as_str).collect();
+        let all = || Place::all().chain(BlockPlace::ALL.map(Place::Block));
+        all().find(|place| place.as_str() == s).ok_or_else(|| {
+            let all: Vec<&str> = all().map(Place::as_str).collect();
             format!("no place is called {s:?}; there are {}", all.join(", "))
         })
     }
@@ -155,7 +185,7 @@ mod tests {
 
     #[test]
     fn every_place_has_a_word_of_its_own() {
-        for place in Place::all() {
+        for place in Place::all().chain(BlockPlace::ALL.map(Place::Block)) {
             assert_eq!(place.as_str().parse(), Ok(place));
         }
         let all = "nowhere".parse::<Place>().unwrap_err();

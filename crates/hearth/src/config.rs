@@ -12,6 +12,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use hearth_core::block::DiskRate;
 use hearth_core::id::{InstanceName, VethPrefix};
 use hearth_core::network::{Cidr, SlotLayout};
 use hearth_core::spec::VmmKind;
@@ -45,6 +46,8 @@ pub(crate) struct Config {
     pub(crate) takeover_seconds: u64,
     /// Slots and addresses.
     pub(crate) network: NetworkConfig,
+    /// How fast the disks of a sandbox may be that does not say.
+    pub(crate) disk: DiskRate,
     /// What happens to leftovers at start.
     pub(crate) reclaim: ReclaimConfig,
     /// Copies of the host's firewall rules.
@@ -305,6 +308,15 @@ impl Config {
         ] {
             if value == 0 {
                 return Err((key, "0 is not allowed; use 1 or more".into()));
+            }
+        }
+        for (key, value, range) in [
+            ("disk.mib_per_second", self.disk.mib_per_second, DiskRate::MIB_PER_SECOND),
+            ("disk.iops", self.disk.iops, DiskRate::IOPS),
+            ("disk.burst_ms", self.disk.burst_ms, DiskRate::BURST_MS),
+        ] {
+            if !range.contains(&value) {
+                return Err((key, format!("{value} is not from {} to {}", range.start(), range.end())));
             }
         }
         let share = self.reconcile.max_share_percent;

@@ -5,11 +5,13 @@ use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use hearth_core::block::DiskRate;
+use hearth_core::failpoint::Failpoints;
 use hearth_core::network::SlotLayout;
 use hearth_core::spec::VmmKind;
 
 use crate::events::JournalConfig;
-use crate::failpoint::{Failpoints, Kill9};
+use crate::failpoint::Kill9;
 
 /// Settings of one engine.
 #[derive(Debug, Clone)]
@@ -26,6 +28,8 @@ pub struct EngineConfig {
     pub slot_pool: usize,
     /// Name servers of guests.
     pub dns: Vec<Ipv4Addr>,
+    /// How fast the disks of a sandbox may be that does not say.
+    pub disk_rate: DiskRate,
     /// This binary, to run as shim.
     pub shim_program: PathBuf,
     /// The guest agent's binary, packed into initramfs images.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures::FutureExt as _;
+use hearth_core::block::DiskRate;
 use hearth_core::event::EventKind;
 use hearth_core::host::Host;
 use hearth_core::id::{SandboxId, SandboxName, TemplateName};
@@ -104,6 +105,8 @@ pub struct NewSandbox {
     pub env: Vec<(String, String)>,
     /// The caller's span.
     pub trace: TraceContext,
+    /// How fast its disks may be; 0: as the node has it.
+    pub disk_rate: DiskRate,
 }
 
 /// The engine of one instance.
@@ -127,7 +130,7 @@ impl<H: Host> Engine<H> {
         let context = Context {
             records: Records::new(&config.state_dir),
             guest: GuestProgram::new(config.guest_program.clone()),
-            blanks: Blanks::new(config.state_dir.clone()),
+            blanks: Blanks::new(&config.store_dir, config.layout.instance.as_str()),
             faults: Faults::new(config.failpoints.clone(), config.kill9.clone()),
             events,
             meters: Meters::default(),
@@ -228,7 +231,13 @@ impl<H: Host> Engine<H> {
             net: new.net,
             vmm: new.vmm.unwrap_or(self.context.config.vmms.auto),
             env: new.env,
+            disk_rate: new.disk_rate,
         };
+        // The node's own limit is for the disks it serves.
+        let served = spec.vmm == VmmKind::Qemu;
+        let disk_rate =
+            if served { spec.disk_rate.or(self.context.config.disk_rate) } else { spec.disk_rate };
+        let spec = SandboxSpec { disk_rate, ..spec };
         spec.validate().map_err(|e| EngineError::Invalid(e.to_string()))?;
         let id = random_id()?;
         let name = match new.name {

@@ -27,7 +27,8 @@ pub use config::{EngineConfig, Reclaim, ReclaimMode, Reconcile, ReconcileAction,
 pub use engine::{Engine, NewSandbox, Phase};
 pub use error::{EngineError, chain};
 pub use events::{Events, JournalConfig};
-pub use failpoint::{Failpoints, Faults, Kill9};
+pub use failpoint::{Faults, Kill9};
+pub use hearth_core::failpoint::Failpoints;
 pub use meters::Meters;
 pub use reclaim::{KindProgress, ReclaimProgress, ReclaimState};
 pub use reconcile::{Found, Outcome, Pass, PassResult, ReconcileReport};

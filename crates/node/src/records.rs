@@ -184,6 +184,7 @@ pub(crate) mod tests {
                 net: true,
                 vmm: VmmKind::Process,
                 env: vec![],
+                disk_rate: Default::default(),
             },
             state: SandboxState::Creating,
             created_at_ms: 1,

@@ -109,7 +109,7 @@ impl Cell {
     pub fn survives(&self) -> bool {
         match self.place {
             Place::Start | Place::Exec => self.blow != Blow::KillShim,
-            Place::Create(_) | Place::Spawn => self.blow == Blow::Delay,
+            Place::Create(_) | Place::Spawn | Place::Block(_) => self.blow == Blow::Delay,
             Place::Release(_) => false,
         }
     }
@@ -132,7 +132,7 @@ impl fmt::Display for Cell {
 /// Whether a shim lives when a life comes to this place.
 fn has_shim(place: Place) -> bool {
     match place {
-        Place::Start | Place::Exec => true,
+        Place::Start | Place::Exec | Place::Block(_) => true,
         Place::Create(step) => step > Step::Shim,
         Place::Spawn => false,
         Place::Release(step) => step <= ReleaseStep::Process,

@@ -24,6 +24,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncRead, Interest};
 use tokio::net::UnixStream;
 
+pub use crate::disks::DisksError;
 use crate::firecracker::{self, ApiError};
 use crate::plain;
 use crate::qemu::{self, QmpError};
@@ -84,6 +85,9 @@ pub enum VmmError {
     /// A signal to the process.
     #[error("signal to the VMM")]
     Signal(#[source] io::Error),
+    /// Its disks.
+    #[error(transparent)]
+    Disks(#[from] DisksError),
 }
 
 impl VmmError {
@@ -146,14 +150,15 @@ pub struct Launched {
 }
 
 /// Starts the VMM of `spec`; on the main thread only (see the head of this file). On an error nothing is left
-/// running.
+/// running. `disks` are its ends of the disks that are served to it, in the order in which the guest sees them; only QEMU
+/// takes them.
 ///
 /// # Errors
 /// Says which part was missing or refused.
-pub fn launch(spec: &ShimSpec) -> Result<Launched, VmmError> {
+pub fn launch(spec: &ShimSpec, disks: Vec<OwnedFd>) -> Result<Launched, VmmError> {
     match spec.vmm {
         VmmKind::Firecracker => firecracker::launch(spec),
-        VmmKind::Qemu => qemu::launch(spec),
+        VmmKind::Qemu => qemu::launch(spec, disks),
         VmmKind::Process => plain::launch(spec),
     }
 }

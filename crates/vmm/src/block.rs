@@ -6,12 +6,19 @@
 //! ([`Pool`]), so that a disk that stalls takes nobody else's with it.
 
 mod backend;
+mod faults;
 mod file;
+mod limit;
+mod meter;
 pub mod nbd;
 mod overlay;
 mod pool;
+mod wrap;
 
 pub use backend::{Answer, Backend, BlockError, Extent, ExtentKind, Hold, Limit, Zeroes};
+pub use faults::BlockFaults;
 pub use file::FileBackend;
+pub use limit::RateLimiter;
 pub use overlay::{BLOCK, Overlay, OverlayError, diff};
 pub use pool::Pool;
+pub use wrap::{Around, Call, Wrapped};

@@ -8,6 +8,7 @@ pub mod agent;
 pub mod backend;
 pub mod block;
 pub mod console;
+mod disks;
 pub mod end_time;
 pub mod exit_record;
 mod firecracker;

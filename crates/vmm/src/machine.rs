@@ -33,6 +33,7 @@ pub use handle::{MachineError, MachineHandle, Phase};
 use crate::agent::AgentClient;
 use crate::backend::{Launched, Vmm, VmmError, VmmEvent, VmmProcess, remove_if_there};
 use crate::console::{CappedLog, keep_small, pump};
+use crate::disks::{DiskBook, Disks, Failure};
 use crate::end_time::{EndTime, now_ms};
 use crate::exit_record;
 use handle::Command;
@@ -50,12 +51,14 @@ pub struct Machine {
     end: EndTime,
     commands: mpsc::Receiver<Command>,
     phase: watch::Sender<Phase>,
+    disk_book: DiskBook,
 }
 
 /// A VMM and what belongs to it, from spawn to reap.
 struct Live {
     process: VmmProcess,
     vmm: Box<dyn Vmm>,
+    disks: Disks,
     pumps: JoinSet<u64>,
     log_keeper: JoinSet<()>,
     vmm_dead: CancellationToken,
@@ -70,6 +73,7 @@ enum Woken {
     EndTime,
     Vmm(VmmEvent),
     AgentClosed(String),
+    Disks(Failure),
 }
 
 impl Machine {
@@ -79,7 +83,9 @@ impl Machine {
         let (sender, commands) = mpsc::channel(8);
         let (phase, seen) = watch::channel(Phase::Idle);
         let end = EndTime::at_ms(spec.ends_at_ms);
-        (Self { spec, end, commands, phase }, MachineHandle { commands: sender, phase: seen })
+        let disk_book = DiskBook::default();
+        let handle = MachineHandle { commands: sender, phase: seen, disk_book: disk_book.clone() };
+        (Self { spec, end, commands, phase, disk_book }, handle)
     }
 
     /// Owns the VM until it ended; on the main thread (see [`crate::backend`]).
@@ -96,9 +102,18 @@ impl Machine {
         if let Some(reason) = self.idle().await {
             return record(reason, None, "it was never booted".to_owned());
         }
-        let mut live = match Live::start(&self.spec) {
+        let disks = match self.open_disks().await {
+            Ok(disks) => disks,
+            Err(record) => return record,
+        };
+        let mut live = match Live::start(&self.spec, disks) {
             Ok(live) => live,
-            Err(e) => return record(ExitReason::VmmFailed, None, chain(&e)),
+            Err(failed) => {
+                let (e, disks) = *failed;
+                let mut words = vec![chain(&e)];
+                words.extend(disks.close(false).await);
+                return record(ExitReason::VmmFailed, None, words.join("; "));
+            }
         };
         let vmm_pid = live.process.pid();
         tracing::info!(vmm_pid, vmm = %self.spec.vmm, "VMM started");
@@ -129,6 +144,29 @@ impl Machine {
         }
     }
 
+    /// Opens the disks; a record if they cannot be had, or the end came first.
+    async fn open_disks(&mut self) -> Result<Disks, ExitRecord> {
+        let (spec, book) = (self.spec.clone(), self.disk_book.clone());
+        let opening = Disks::open(&spec, &book);
+        tokio::pin!(opening);
+        let before = "it had not begun to boot".to_owned();
+        loop {
+            let command = tokio::select! {
+                biased;
+                opened = &mut opening => {
+                    return opened.map_err(|e| record(ExitReason::VmmFailed, None, chain(&e)));
+                }
+                () = self.end.reached() => return Err(record(ExitReason::EndTime, None, before)),
+                command = self.commands.recv() => or_stop(command),
+            };
+            match command {
+                Command::Boot => {}
+                Command::Stop { .. } => return Err(record(ExitReason::Stopped, None, before)),
+                other => other.refuse(),
+            }
+        }
+    }
+
     async fn running(&mut self, mut live: Live, mut agent: Option<AgentClient>) -> ExitRecord {
         let mut watched = agent.clone();
         let mut paused = false;
@@ -142,6 +180,7 @@ impl Machine {
                     watched = None;
                     tracing::warn!(why, "the guest agent is gone, the VM goes on without it");
                 }
+                Woken::Disks(failure) => return self.end(live, None, failure.into()).await,
                 Woken::Command(Command::Boot) => {}
                 Woken::Command(Command::Stop { grace }) => {
                     // A paused guest answers nothing.
@@ -178,6 +217,7 @@ impl Machine {
         tokio::select! {
             biased;
             ended = live.process.ended() => Woken::Ended(ended),
+            failure = live.disks.failed() => Woken::Disks(failure),
             () = self.end.reached() => Woken::EndTime,
             command = self.commands.recv() => Woken::Command(or_stop(command)),
             event = live.vmm.event() => Woken::Vmm(event),
@@ -192,11 +232,16 @@ fn or_stop(command: Option<Command>) -> Command {
 }
 
 impl Live {
-    fn start(spec: &ShimSpec) -> Result<Self, VmmError> {
+    /// The disks come back with an error: whoever has them closes them.
+    fn start(spec: &ShimSpec, mut disks: Disks) -> Result<Self, Box<(VmmError, Disks)>> {
         let path = spec.run_dir.join(CONSOLE_LOG);
-        let log =
-            CappedLog::open(&path, spec.console_cap_bytes).map_err(|e| VmmError::file("open", &path, e))?;
-        let Launched { process, vmm, console } = crate::backend::launch(spec)?;
+        let started = CappedLog::open(&path, spec.console_cap_bytes)
+            .map_err(|e| VmmError::file("open", &path, e))
+            .and_then(|log| Ok((log, crate::backend::launch(spec, disks.serve()?)?)));
+        let (log, Launched { process, vmm, console }) = match started {
+            Ok(started) => started,
+            Err(e) => return Err(Box::new((e, disks))),
+        };
         let vmm_dead = CancellationToken::new();
         let mut pumps = JoinSet::new();
         if let Some(source) = console {
@@ -205,12 +250,14 @@ impl Live {
         let mut log_keeper = JoinSet::new();
         let log = spec.run_dir.join(VMM_LOG);
         log_keeper.spawn(keep_small(log, spec.console_cap_bytes, vmm_dead.clone()));
-        Ok(Self { process, vmm, pumps, log_keeper, vmm_dead, notes: Vec::new() })
+        Ok(Self { process, vmm, disks, pumps, log_keeper, vmm_dead, notes: Vec::new() })
     }
 
-    /// After the reap: drains the console and removes the VMM's files.
-    async fn clear(mut self) -> Vec<String> {
+    /// After the reap: closes the disks, drains the console and removes the VMM's files. `orderly`: the VMM ended by itself
+    /// and well.
+    async fn clear(mut self, orderly: bool) -> Vec<String> {
         self.vmm_dead.cancel();
+        self.notes.extend(self.disks.close(orderly).await);
         let drained = async {
             while self.pumps.join_next().await.is_some() {}
             while self.log_keeper.join_next().await.is_some() {}

@@ -1,9 +1,10 @@
-//! The QEMU back end: KVM where the CPU has it, else emulation. Monitor, console and agent are socket pairs
+//! The QEMU back end: KVM where the CPU has it, else emulation. Monitor, console, agent and disks are socket pairs
 //! inherited by QEMU, so it leaves no socket behind however it ends.
 
 mod args;
 mod qmp;
 
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
@@ -22,7 +23,7 @@ const GREETING_DEADLINE: Duration = Duration::from_secs(30);
 const CALL_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Starts QEMU, which boots the guest at once.
-pub(crate) fn launch(spec: &ShimSpec) -> Result<Launched, VmmError> {
+pub(crate) fn launch(spec: &ShimSpec, disks: Vec<OwnedFd>) -> Result<Launched, VmmError> {
     let (qmp, qmp_theirs) = socket_pair("monitor")?;
     let (console, console_theirs) = socket_pair("console")?;
     let (agent, agent_theirs) = socket_pair("agent")?;
@@ -35,6 +36,7 @@ pub(crate) fn launch(spec: &ShimSpec) -> Result<Launched, VmmError> {
         fds.push(agent_theirs);
         stream = Some(agent);
     }
+    fds.extend(disks);
     let process = start(spec, args, fds)?;
     let vmm = Qemu { qmp: Qmp::new(qmp), stream };
     Ok(Launched { process, vmm: Box::new(vmm), console: Some(Box::new(console)) })

@@ -40,6 +40,15 @@ pub(super) struct SandboxArgs {
     /// Writable disk, sizes as for --memory
     #[arg(long, value_name = "SIZE", value_parser = parse::disk, default_value = "512M")]
     pub(super) disk: u64,
+    /// Most that its disks move, a size per second; as the node has it if absent (qemu only)
+    #[arg(long, value_name = "SIZE", value_parser = parse::disk_bandwidth)]
+    pub(super) disk_bandwidth: Option<u64>,
+    /// Most requests per second to its disks; as the node has it if absent (qemu only)
+    #[arg(long, value_name = "N", value_parser = parse::disk_iops)]
+    pub(super) disk_iops: Option<u64>,
+    /// After a pause, what N milliseconds would have allowed may come at once
+    #[arg(long, value_name = "N", value_parser = parse::disk_burst)]
+    pub(super) disk_burst_ms: Option<u64>,
     /// End of its life, counted from its creation: 30s, 5m, 2h; none if absent
     #[arg(long, value_name = "TIME", value_parser = parse::timeout)]
     pub(super) timeout: Option<u64>,
@@ -64,6 +73,9 @@ impl SandboxArgs {
             net: Some(self.net),
             vmm: self.vmm.clone(),
             env: self.env.iter().cloned().collect(),
+            disk_mib_per_second: self.disk_bandwidth.unwrap_or(0),
+            disk_iops: self.disk_iops.unwrap_or(0),
+            disk_burst_ms: self.disk_burst_ms.unwrap_or(0),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Values of flags: sizes, durations, variables. Checked here, so that a mistake costs no call.
 
+use hearth_core::block::DiskRate;
 use hearth_core::spec::{CPUS, DISK_MIB, MEMORY_MIB, TIMEOUT_SECONDS};
 
 /// `512`, `512M`, `1.5G`, `1T`: MiB. The suffixes are powers of 1024, with or without `i` and `B`.
@@ -45,6 +46,25 @@ pub(super) fn memory(text: &str) -> Result<u64, String> {
 /// Value of `--disk`, MiB.
 pub(super) fn disk(text: &str) -> Result<u64, String> {
     within(mib(text)?, &DISK_MIB, " MiB")
+}
+
+fn number(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("{text:?} is not a whole number"))
+}
+
+/// Value of `--disk-bandwidth`, MiB per second.
+pub(super) fn disk_bandwidth(text: &str) -> Result<u64, String> {
+    within(mib(text)?, &(1..=*DiskRate::MIB_PER_SECOND.end()), " MiB/s")
+}
+
+/// Value of `--disk-iops`.
+pub(super) fn disk_iops(text: &str) -> Result<u64, String> {
+    within(number(text)?, &(1..=*DiskRate::IOPS.end()), "")
+}
+
+/// Value of `--disk-burst-ms`.
+pub(super) fn disk_burst(text: &str) -> Result<u64, String> {
+    within(number(text)?, &(1..=*DiskRate::BURST_MS.end()), " ms")
 }
 
 /// Value of `--cpus`.

@@ -4,6 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use comfy_table::{Cell, Color, ContentArrangement, Table};
 use hearth_api::v1::{Holder, Left, Sandbox, Stuck};
+use hearth_core::block::DiskStats;
 use serde_json::{Value, json};
 
 use super::out;
@@ -28,9 +29,51 @@ pub(super) fn sandbox(s: &Sandbox) -> Value {
         "stuck": s.stuck_details.as_ref().map(|details| stuck(&s.stuck, details)),
         "unknown": (!s.unknown.is_empty()).then_some(&s.unknown),
         "unreachable": (!s.unreachable.is_empty()).then_some(&s.unreachable),
+        "disk_rate": disk_rate(s),
+        "disks": disks(s),
         "resources": s.resources,
         "steps": steps(s),
     })
+}
+
+fn disk_rate(s: &Sandbox) -> Value {
+    if (s.disk_mib_per_second, s.disk_iops) == (0, 0) {
+        return Value::Null;
+    }
+    let some = |n: u64| (n != 0).then_some(n);
+    json!({
+        "mib_per_second": some(s.disk_mib_per_second),
+        "iops": some(s.disk_iops),
+        "burst_ms": some(s.disk_burst_ms),
+    })
+}
+
+/// What was counted of its disks, in short: kinds of requests that never came are left out.
+fn disks(s: &Sandbox) -> Value {
+    let stats: Vec<DiskStats> = match serde_json::from_str(&s.disk_stats) {
+        Ok(stats) => stats,
+        // A daemon or a shim that does not say.
+        Err(_) => return Value::Null,
+    };
+    let disk = |disk: &DiskStats| {
+        let mut object = json!({ "disk": disk.disk, "in_flight": disk.in_flight });
+        if disk.limited > 0 {
+            object["limited"] = json!({ "requests": disk.limited, "ms": disk.limited_micros / 1000 });
+        }
+        for (word, op) in disk.operations() {
+            if op.requests + op.cancelled > 0 {
+                object[word] = json!({
+                    "requests": op.requests,
+                    "bytes": op.bytes,
+                    "errors": op.errors,
+                    "cancelled": op.cancelled,
+                    "mean_micros": op.micros / op.requests.max(1),
+                });
+            }
+        }
+        object
+    };
+    Value::Array(stats.iter().map(disk).collect())
 }
 
 fn stuck(why: &str, stuck: &Stuck) -> Value {

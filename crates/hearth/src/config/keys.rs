@@ -84,6 +84,14 @@ pub(crate) static KEYS: &[Key] = &[
     key!("network.cidr", "CIDR", network.cidr, "IPv4 network of the slots, two addresses each"),
     key!("network.slot_pool", "N", network.slot_pool, "Prepared slots kept ready"),
     key!("network.dns", "IP,…", network.dns, "Name servers of guests"),
+    key!(
+        "disk.mib_per_second",
+        "N",
+        disk.mib_per_second,
+        "Most that the disks of a sandbox move, MiB/s; 0: no limit"
+    ),
+    key!("disk.iops", "N", disk.iops, "Most requests per second to the disks of a sandbox; 0: no limit"),
+    key!("disk.burst_ms", "N", disk.burst_ms, "Time whose share may come at once after a pause; 0: 1,000"),
     key!("reclaim.mode", "MODE", reclaim.mode, "background, blocking or off: when leftovers are released"),
     key!("reclaim.parallelism", "N", reclaim.parallelism, "Releases at once of what is no slot"),
     key!(
@@ -178,6 +186,7 @@ impl Default for Config {
                 slot_pool: 8,
                 dns: vec![[1, 1, 1, 1].into(), [8, 8, 8, 8].into()],
             },
+            disk: Default::default(),
             reclaim: ReclaimConfig {
                 mode: ReclaimMode::Background,
                 parallelism: 16,

@@ -74,6 +74,10 @@ pub(crate) fn sandbox<H: Host>(view: &View, engine: &Engine<H>) -> v1::Sandbox {
         stuck_details: record.stuck.as_ref().map(stuck),
         unknown: String::new(),
         unreachable: view.unreachable.clone().unwrap_or_default(),
+        disk_mib_per_second: record.spec.disk_rate.mib_per_second,
+        disk_iops: record.spec.disk_rate.iops,
+        disk_burst_ms: record.spec.disk_rate.burst_ms,
+        disk_stats: String::new(),
     }
 }
 

@@ -115,6 +115,7 @@ mod tests {
             net: true,
             vmm: VmmKind::Process,
             env: vec![],
+            disk_rate: Default::default(),
         };
         let record = Record {
             schema: Record::SCHEMA,

@@ -2,15 +2,18 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures::Stream;
 use futures::StreamExt as _;
+use hearth_api::shim::BlockStatsRequest;
 use hearth_api::v1;
 use hearth_api::v1::sandbox_service_server::SandboxService;
+use hearth_core::block::DiskRate;
 use hearth_core::host::Host;
 use hearth_core::steps::Step;
 use hearth_node::trace::{self, Open, TraceContext};
-use hearth_node::{EngineError, NewSandbox, StepStarted};
+use hearth_node::{EngineError, NewSandbox, StepStarted, View};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -20,6 +23,9 @@ use super::{Node, logs, traces};
 
 type Reply<T> = Result<Response<T>, Status>;
 type Messages<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// For a shim to say what it has counted, which it does at once.
+const STATS: Duration = Duration::from_secs(1);
 
 /// The service over one node.
 pub(crate) struct Sandboxes<H>(pub(crate) Arc<Node<H>>);
@@ -46,8 +52,23 @@ fn new_sandbox(
         },
         env,
         trace,
+        disk_rate: DiskRate {
+            mib_per_second: request.disk_mib_per_second,
+            iops: request.disk_iops,
+            burst_ms: request.disk_burst_ms,
+        },
     };
     Ok((parse(&request.template)?, new))
+}
+
+/// What the shim has counted of its disks; empty if it does not say so in time.
+async fn disk_stats(view: &View) -> String {
+    let Some(mut shim) = view.shim.clone() else { return String::new() };
+    match tokio::time::timeout(STATS, shim.block_stats(BlockStatsRequest {})).await {
+        Ok(Ok(answer)) => answer.into_inner().disks,
+        // A shim of before this question, one that ends, or one that is very busy: the rest of the answer is as good.
+        Ok(Err(_)) | Err(_) => String::new(),
+    }
 }
 
 fn step_message(step: Step) -> v1::CreateProgress {
@@ -108,7 +129,11 @@ impl<H: Host> SandboxService for Sandboxes<H> {
         let mut unknown = engine.unknown().map_err(|e| convert::status(&e))?;
         let sandbox = match unknown.remove(&key) {
             Some(why) => convert::unknown(key, why),
-            None => convert::sandbox(&engine.get(&key).map_err(|e| convert::status(&e))?, engine),
+            None => {
+                let view = engine.get(&key).map_err(|e| convert::status(&e))?;
+                let disk_stats = disk_stats(&view).await;
+                v1::Sandbox { disk_stats, ..convert::sandbox(&view, engine) }
+            }
         };
         Ok(Response::new(v1::GetResponse { sandbox: Some(sandbox) }))
     }

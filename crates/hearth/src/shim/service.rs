@@ -9,7 +9,8 @@ use futures::Stream;
 use hearth_api::shim::info_response::State;
 use hearth_api::shim::shim_service_server::ShimService;
 use hearth_api::shim::{
-    BootRequest, BootResponse, InfoRequest, InfoResponse, StopRequest, StopResponse, WatchRequest,
+    BlockStatsRequest, BlockStatsResponse, BootRequest, BootResponse, InfoRequest, InfoResponse, StopRequest,
+    StopResponse, WatchRequest,
 };
 use hearth_api::v1::{
     ExecInput, ResizeExecRequest, ResizeExecResponse, SignalExecRequest, SignalExecResponse,
@@ -145,6 +146,12 @@ impl ShimService for Service {
             Ok(()) => Ok(Response::new(ResizeExecResponse {})),
             Err(e) => Err(self.status(e).await),
         }
+    }
+
+    async fn block_stats(&self, _: Request<BlockStatsRequest>) -> Answer<BlockStatsResponse> {
+        // Numbers and strings always serialize.
+        let disks = serde_json::to_string(&self.machine.disk_stats()).unwrap_or_default();
+        Ok(Response::new(BlockStatsResponse { disks }))
     }
 
     async fn stop(&self, request: Request<StopRequest>) -> Answer<StopResponse> {

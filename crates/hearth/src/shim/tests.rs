@@ -53,6 +53,7 @@ fn spec(dir: &TempDir, program: PathBuf) -> ShimSpec {
         initramfs: None,
         rootfs: None,
         overlay: None,
+        block: None,
         cpus: 1,
         memory_mib: 64,
         netns: None,

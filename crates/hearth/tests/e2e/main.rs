@@ -10,6 +10,7 @@ mod bad_input;
 mod clean;
 mod collisions;
 mod dirty;
+mod disks;
 mod doctor;
 mod drain;
 mod events;

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fs::File;
 use std::io::ErrorKind;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -26,8 +27,11 @@ pub fn room(size_mib: u64) -> u64 {
 /// Blank disks of different sizes kept: each takes a few MiB and a descriptor.
 const KEPT: usize = 16;
 
-/// Name of one while it is made. One name, so that what a crash left is found.
-const FILE: &str = ".blank.ext4";
+/// Directory of the blank disks in a state directory.
+const DIR: &str = "blanks";
+
+/// How the blank disks of this build are made. Another way of making them is another name.
+const FORM: u32 = 1;
 
 /// Making one takes 20 ms on a disk that is well.
 const FORMAT: Limit = Limit {
@@ -44,53 +48,96 @@ pub struct Made {
     pub took: Duration,
 }
 
-/// Empty disks of one daemon, one per size, to copy from: making one by mke2fs(8) takes 10 ms, and 40 on a host
-/// with thousands of mounts, all of which it reads. They have no name, so they end with the daemon.
+/// Empty disks, one per size, to copy from or to put an overlay on: making one by mke2fs(8) takes 10 ms, and 40 on a host
+/// with thousands of mounts, all of which it reads. They stay in the state directory and all instances share them.
 #[derive(Debug)]
 pub struct Blanks {
     dir: PathBuf,
-    made: Mutex<HashMap<u64, Arc<File>>>,
+    /// What this instance calls one while it makes it.
+    unfinished: String,
+    made: Mutex<HashMap<u64, Arc<Blank>>>,
+}
+
+/// An empty disk.
+#[derive(Debug)]
+pub struct Blank {
+    /// Open to be read.
+    pub file: File,
+    /// Where it is, unless somebody removed it.
+    pub path: PathBuf,
+}
+
+impl Blank {
+    /// Gives it another name, as which it stays whatever becomes of this one. False where there can be none: on another file
+    /// system, or because somebody removed it.
+    #[must_use]
+    pub fn link(&self, to: &Path) -> bool {
+        let linked = std::fs::hard_link(&self.path, to);
+        if let Err(e) = &linked {
+            tracing::debug!("a blank disk is copied, as it cannot be linked: {}: {e}", to.display());
+        }
+        linked.is_ok()
+    }
 }
 
 impl Blanks {
-    /// `dir` is where they are made.
+    /// Below the state directory that all instances share; `instance` is whose daemon this is.
     #[must_use]
-    pub fn new(dir: PathBuf) -> Self {
-        Self { dir, made: Mutex::default() }
+    pub fn new(state_dir: &Path, instance: &str) -> Self {
+        Self { dir: state_dir.join(DIR), unfinished: format!(".{instance}.new"), made: Mutex::default() }
     }
 
-    /// Removes what a daemon left that was killed while it made one.
+    /// Removes what a daemon of this instance left that was killed while it made one.
     ///
     /// # Errors
     /// If it is there and cannot be removed.
     pub fn sweep(&self) -> Result<(), ImageError> {
-        let path = self.dir.join(FILE);
+        let path = self.dir.join(&self.unfinished);
         match std::fs::remove_file(&path) {
             Err(e) if e.kind() != ErrorKind::NotFound => Err(io("remove", &path)(e)),
             _ => Ok(()),
         }
     }
 
-    /// An empty disk of this size. Copies share its UUID; no two of them are ever in one guest.
+    /// An empty disk of this size. All that are made from it share its UUID; no two of them are ever in one guest.
     ///
     /// # Errors
     /// As for [`create`].
-    pub fn get(&self, size_mib: u64, job: &Job<'_>) -> Result<Arc<File>, ImageError> {
+    pub fn get(&self, size_mib: u64, job: &Job<'_>) -> Result<Arc<Blank>, ImageError> {
         // Held while one is made: the others want the same.
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         if made.len() >= KEPT && !made.contains_key(&size_mib) {
-            made.clear();
+            for (_, blank) in made.drain() {
+                // A sandbox that has it has its own name for it.
+                if let Err(e) = std::fs::remove_file(&blank.path) {
+                    tracing::debug!("a blank disk stays: {}: {e}", blank.path.display());
+                }
+            }
         }
         match made.entry(size_mib) {
             Entry::Occupied(known) => Ok(Arc::clone(known.get())),
             Entry::Vacant(place) => {
-                let path = self.dir.join(FILE);
-                create(&path, size_mib, job)?;
-                let file = File::open(&path).map_err(io("open", &path))?;
-                std::fs::remove_file(&path).map_err(io("remove", &path))?;
-                Ok(Arc::clone(place.insert(Arc::new(file))))
+                let path = self.dir.join(format!("{size_mib}.{FORM}.ext4"));
+                let file = match File::open(&path) {
+                    Ok(file) => file,
+                    Err(e) if e.kind() == ErrorKind::NotFound => self.make(&path, size_mib, job)?,
+                    Err(e) => return Err(io("open", &path)(e)),
+                };
+                Ok(Arc::clone(place.insert(Arc::new(Blank { file, path }))))
             }
         }
+    }
+
+    fn make(&self, path: &Path, size_mib: u64, job: &Job<'_>) -> Result<File, ImageError> {
+        std::fs::create_dir_all(&self.dir).map_err(io("create", &self.dir))?;
+        let new = self.dir.join(&self.unfinished);
+        create(&new, size_mib, job)?;
+        let file = File::open(&new).map_err(io("open", &new))?;
+        // It outlives a crash of the host, so it must be whole after one.
+        file.sync_all().map_err(io("sync", &new))?;
+        std::fs::set_permissions(&new, PermissionsExt::from_mode(0o400)).map_err(io("protect", &new))?;
+        std::fs::rename(&new, path).map_err(io("name", path))?;
+        Ok(file)
     }
 }
 

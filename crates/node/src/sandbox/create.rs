@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+use hearth_core::block;
 use hearth_core::host::{Host, SpawnSpec};
 use hearth_core::network::{GUEST_MAC, TAP_NAME};
 use hearth_core::resource::Resource;
 use hearth_core::shim::{GuestNetSpec, SHIM_LOG, SHIM_PROTOCOL, SHIM_SPEC_FILE, ShimSpec};
+use hearth_core::spec::VmmKind;
 use hearth_core::steps::{Place, Step};
 
 use super::shim_end;
@@ -23,7 +25,7 @@ use crate::trace;
 const SHIM_START: Duration = Duration::from_secs(20);
 /// Work on images that is never stopped half-way.
 static GO_ON: AtomicBool = AtomicBool::new(false);
-/// File name of the writable disk in a sandbox's state directory.
+/// File name of a writable disk that the VMM opens itself, in a sandbox's state directory.
 const DISK_FILE: &str = "disk.ext4";
 
 impl<H: Host> Sandbox<H> {
@@ -74,11 +76,11 @@ impl<H: Host> Sandbox<H> {
                     return Ok(());
                 }
                 // Inside the state directory, which the record names.
-                let path = self.context.records.sandbox_dir(&self.record.id).join(DISK_FILE);
-                let size = self.record.spec.disk_mib;
+                let dir = self.context.records.sandbox_dir(&self.record.id);
+                let (size, served) = (self.record.spec.disk_mib, self.served());
                 let context = Arc::clone(&self.context);
                 // Not stopped half-way: it takes milliseconds, and its end is awaited in any case.
-                on_host(&self.context.host, move |host| make_disk(host, &context.blanks, &path, size))
+                on_host(&self.context.host, move |host| make_disk(host, &context.blanks, &dir, size, served))
                     .await
                     .map_err(failed)
             }
@@ -168,7 +170,14 @@ impl<H: Host> Sandbox<H> {
             kernel: boot.kernel,
             initramfs: boot.initramfs,
             rootfs: boot.rootfs,
-            overlay: self.has_rootfs().then(|| state_dir.join(DISK_FILE)),
+            overlay: self
+                .has_rootfs()
+                .then(|| state_dir.join(if self.served() { block::OVERLAY_FILE } else { DISK_FILE })),
+            block: self.served().then(|| block::BlockSpec {
+                base: state_dir.join(block::BASE_FILE),
+                rate: record.spec.disk_rate,
+                failpoints: config.failpoints.only(|place| matches!(place, Place::Block(_))).to_string(),
+            }),
             cpus: record.spec.cpus,
             memory_mib: record.spec.memory_mib,
             netns: Some(config.layout.netns_path(slot)),
@@ -184,6 +193,11 @@ impl<H: Host> Sandbox<H> {
 
     fn has_rootfs(&self) -> bool {
         self.template.as_ref().is_some_and(|t| t.rootfs)
+    }
+
+    /// Whether its disks go through the shim's block server. Firecracker takes block devices and files only.
+    fn served(&self) -> bool {
+        self.has_rootfs() && self.record.spec.vmm == VmmKind::Qemu
     }
 
     fn guest_net(&self) -> GuestNetSpec {
@@ -227,17 +241,27 @@ impl<H: Host> Sandbox<H> {
     }
 }
 
-/// Makes a sandbox's writable disk. It could never be held full without the room for it.
-fn make_disk<H: Host>(host: &H, blanks: &images::disk::Blanks, path: &Path, size: u64) -> Result<(), String> {
+/// Makes a sandbox's writable disk, or if the disk is `served` its base, above which the shim makes the rest. It could never be
+/// held full without the room for it.
+fn make_disk<H: Host>(
+    host: &H,
+    blanks: &images::disk::Blanks,
+    dir: &Path,
+    size: u64,
+    served: bool,
+) -> Result<(), String> {
     let need = images::disk::room(size);
-    let dir = path.parent().unwrap_or(path);
     let have = host.free_bytes(dir).map_err(|e| chain(&e))?;
     if have < need {
         let what = "the writable disk".to_owned();
         return Err(images::ImageError::NoSpace { path: dir.to_owned(), what, need, have }.to_string());
     }
     let blank = blanks.get(size, &Job::quiet(&GO_ON)).map_err(|e| chain(&e))?;
-    host.copy_sparse(&blank, path).map_err(|e| chain(&e))
+    let path = dir.join(if served { block::BASE_FILE } else { DISK_FILE });
+    if served && blank.link(&path) {
+        return Ok(());
+    }
+    host.copy_sparse(&blank.file, &path).map_err(|e| chain(&e))
 }
 
 struct BootFiles {

@@ -108,6 +108,7 @@ impl Bench {
             reconcile: self.reconcile.clone(),
             release_deadline: Duration::from_millis(300),
             boot_deadline: Duration::from_secs(5),
+            disk_rate: Default::default(),
             console_cap_bytes: 4096,
             journal: None,
         }
@@ -239,6 +240,13 @@ impl ShimService for FakeShim {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         Ok(Response::new(BootResponse { vmm_pid: self.pid + 1 }))
+    }
+
+    async fn block_stats(
+        &self,
+        _: Request<hearth_api::shim::BlockStatsRequest>,
+    ) -> Result<Response<hearth_api::shim::BlockStatsResponse>, Status> {
+        Err(Status::unimplemented("a fake shim has no disks"))
     }
 
     async fn stop(&self, _: Request<StopRequest>) -> Result<Response<StopResponse>, Status> {

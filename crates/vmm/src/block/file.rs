@@ -28,6 +28,7 @@ pub struct FileBackend {
     pool: Pool,
     size: u64,
     read_only: bool,
+    sync: bool,
 }
 
 struct Inner {
@@ -55,7 +56,13 @@ impl FileBackend {
         // A block device has no length but an end.
         let size = io::Seek::seek(&mut file, io::SeekFrom::End(0))?;
         let inner = Arc::new(Inner { file, name: name.into(), lost: AtomicBool::new(false) });
-        Ok(Self { inner, pool, size, read_only })
+        Ok(Self { inner, pool, size, read_only, sync: true })
+    }
+
+    /// A flush of it syncs nothing: what was written outlives this process and not a crash of the host.
+    #[must_use]
+    pub fn without_sync(self) -> Self {
+        Self { sync: false, ..self }
     }
 
     async fn run<T: Send + 'static>(
@@ -130,7 +137,7 @@ impl Backend for FileBackend {
 
     fn flush<'a>(&'a self, limit: &'a Limit) -> Answer<'a, ()> {
         Box::pin(async move {
-            if self.read_only {
+            if self.read_only || !self.sync {
                 return Ok(());
             }
             let synced = self.run("sync", limit, |inner, _| {

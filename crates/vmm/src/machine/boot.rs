@@ -59,6 +59,7 @@ impl Machine {
             let command = tokio::select! {
                 biased;
                 ended = live.process.ended() => return Err(Cause::Ended(ended)),
+                failure = live.disks.failed() => return Err(failure.into()),
                 () = self.end.reached() => return Err(Cause::EndTime),
                 outcome = &mut boot => {
                     return outcome.map_err(|e| Cause::Failed {

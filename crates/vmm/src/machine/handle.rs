@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
+use hearth_core::block::DiskStats;
 use hearth_core::exit::ExitRecord;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::agent::AgentClient;
 use crate::backend::VmmError;
+use crate::disks::DiskBook;
 
 /// Where a machine is, and what exists there.
 #[derive(Debug, Clone)]
@@ -72,6 +74,7 @@ impl Command {
 pub struct MachineHandle {
     pub(super) commands: mpsc::Sender<Command>,
     pub(super) phase: watch::Receiver<Phase>,
+    pub(super) disk_book: DiskBook,
 }
 
 impl MachineHandle {
@@ -79,6 +82,12 @@ impl MachineHandle {
     #[must_use]
     pub fn phase(&self) -> Phase {
         self.phase.borrow().clone()
+    }
+
+    /// What was counted of each disk that is served; empty where the VMM opens the files itself.
+    #[must_use]
+    pub fn disk_stats(&self) -> Vec<DiskStats> {
+        self.disk_book.stats()
     }
 
     /// Each change of phase, the present one not yet seen.

@@ -10,6 +10,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::{CONFIRM, Command, Live, Machine, chain, last_words, record};
 use crate::agent::AgentClient;
 use crate::backend::VmmEvent;
+use crate::disks::Failure;
 
 /// A wait after SIGKILL says so each time this passes.
 const SAY_SO: Duration = Duration::from_secs(15);
@@ -35,6 +36,20 @@ pub(super) enum Cause {
         /// Whether this may be the first sign of an exit not seen yet.
         maybe_exit: bool,
     },
+    /// The VMM hung up on its disks: mostly on its way out, and then nothing is to be said of it.
+    HungUp {
+        /// In words.
+        why: String,
+    },
+}
+
+impl From<Failure> for Cause {
+    fn from(failure: Failure) -> Self {
+        match failure.hung_up {
+            true => Cause::HungUp { why: failure.why },
+            false => Cause::Failed { why: failure.why, maybe_exit: false },
+        }
+    }
 }
 
 impl Machine {
@@ -67,12 +82,19 @@ impl Machine {
                     _ => (Some(ExitReason::VmmFailed), kill(&mut live).await),
                 }
             }
+            Cause::HungUp { why } => match timeout(CONFIRM, live.process.ended()).await {
+                Ok(Ok(ended)) => (None, ended),
+                _ => {
+                    live.notes.push(why);
+                    (Some(ExitReason::VmmFailed), kill(&mut live).await)
+                }
+            },
         };
         while let Some(event) = now(live.vmm.event()).await {
             let VmmEvent::GuestStopped { reason } = event;
             live.notes.push(reason);
         }
-        let mut notes = live.clear().await;
+        let mut notes = live.clear(ended == Ended { code: Some(0), signal: None }).await;
         let reason = asked.unwrap_or_else(|| by_itself(ended));
         if reason == ExitReason::VmmFailed || (reason == ExitReason::GuestShutdown && !self.was_ready()) {
             notes.extend(last_words(&self.spec));

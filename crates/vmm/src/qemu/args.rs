@@ -2,13 +2,15 @@
 //!
 //! q35 and not microvm: under emulation microvm hangs in the guest's timer calibration three times in four.
 //! `-nodefaults -no-user-config`: nothing is there that is not named here. No socket files: monitor, console
-//! and agent are socket pairs inherited as descriptors 3, 4 and 5.
+//! and agent are socket pairs inherited as descriptors 3, 4 and 5, and the disks that are served are those after them.
 
 use std::ffi::OsString;
 use std::path::Path;
 
 use hearth_core::agent::SERIAL_PORT;
 use hearth_core::shim::ShimSpec;
+
+use crate::disks::{OVERLAY, ROOTFS};
 
 /// What the machine runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,13 +67,17 @@ pub(super) fn build(spec: &ShimSpec, accelerator: Accelerator, tsc_khz: Option<u
         args.pair("-device", "virtio-serial-pci,max_ports=2");
         args.pair("-device", format!("virtserialport,chardev=agent,name={SERIAL_PORT}"));
     }
+    let mut served = (AGENT_FD + u32::from(spec.agent)..).take(if spec.block.is_some() { 2 } else { 0 });
     if let Some(path) = &spec.rootfs {
-        args.disk("rootfs", path, "read-only=on");
+        args.disk(ROOTFS, path, served.next(), "read-only=on");
     }
-    if let Some(path) = &spec.overlay {
+    if let (Some(path), Some(_)) = (&spec.overlay, &spec.block) {
+        // Flushes reach the server, to which they cost little.
+        args.disk(OVERLAY, path, served.next(), "read-only=off,discard=unmap");
+    } else if let Some(path) = &spec.overlay {
         // A sandbox's disk does not outlive a crash of the host, so flushes of the guest need not reach it;
         // the same as Firecracker's default.
-        args.disk("overlay", path, "read-only=off,discard=unmap,cache.no-flush=on");
+        args.disk(OVERLAY, path, None, "read-only=off,discard=unmap,cache.no-flush=on");
     }
     if let Some(net) = &spec.net {
         args.pair("-netdev", format!("tap,id=net0,ifname={},script=no,downscript=no", net.tap));
@@ -95,14 +101,21 @@ impl Args {
         self
     }
 
-    /// A raw image: its content never chooses the format. Disks show in the guest in the order given.
-    fn disk(&mut self, name: &str, path: &Path, options: &str) {
-        // A comma in a value is written twice.
-        let mut text =
-            OsString::from(format!("driver=raw,node-name={name},{options},file.driver=file,file.filename="));
-        text.push(doubled_commas(path));
+    /// A raw image, a file or served on a descriptor: its content never chooses the format. Disks show in the guest in the
+    /// order given. An error is the guest's to hear: QEMU's default stops the VM where there is no space.
+    fn disk(&mut self, name: &str, path: &Path, served: Option<u32>, options: &str) {
+        let mut text = OsString::from(format!("node-name={name},{options},"));
+        match served {
+            // No reconnect-delay: a dead server is an error at once, and the end of the VM.
+            Some(fd) => text.push(format!("driver=nbd,export={name},server.type=fd,server.str={fd}")),
+            None => {
+                text.push("driver=raw,file.driver=file,file.filename=");
+                // A comma in a value is written twice.
+                text.push(doubled_commas(path));
+            }
+        }
         self.pair("-blockdev", text);
-        self.pair("-device", format!("virtio-blk-pci,drive={name}"));
+        self.pair("-device", format!("virtio-blk-pci,drive={name},rerror=report,werror=report"));
     }
 }
 
@@ -117,6 +130,7 @@ fn doubled_commas(path: &Path) -> OsString {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use hearth_core::block::{BlockSpec, DiskRate};
     use hearth_core::shim::GuestNetSpec;
     use hearth_core::spec::VmmKind;
 
@@ -132,6 +146,7 @@ mod tests {
             initramfs: Some("/k/initramfs".into()),
             rootfs: Some("/t/a,b/rootfs.ext4".into()),
             overlay: Some("/s/overlay.ext4".into()),
+            block: None,
             cpus: 2,
             memory_mib: 256,
             netns: None,
@@ -158,6 +173,21 @@ mod tests {
         assert!(line.contains("-accel tcg,tb-size=256 -cpu qemu64"), "{line}");
         assert!(line.contains("tsc_early_khz=2000000"), "{line}");
         assert!(line.contains("ifname=tap0,script=no,downscript=no"), "{line}");
+    }
+
+    #[test]
+    fn served_disks_are_the_descriptors_after_the_agents() {
+        let block = Some(BlockSpec {
+            base: "/s/disk.base".into(),
+            rate: DiskRate::default(),
+            failpoints: String::new(),
+        });
+        let with_agent = line(&ShimSpec { block: block.clone(), ..spec() }, Accelerator::Tcg);
+        assert!(with_agent.contains("export=rootfs,server.type=fd,server.str=6"), "{with_agent}");
+        assert!(with_agent.contains("export=overlay,server.type=fd,server.str=7"), "{with_agent}");
+        assert!(!with_agent.contains("no-flush") && !with_agent.contains("filename"), "{with_agent}");
+        let alone = line(&ShimSpec { block, agent: false, rootfs: None, ..spec() }, Accelerator::Tcg);
+        assert!(alone.contains("export=overlay,server.type=fd,server.str=5"), "{alone}");
     }
 
     #[test]

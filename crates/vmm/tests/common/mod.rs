@@ -67,6 +67,7 @@ impl Place {
             initramfs: None,
             rootfs: None,
             overlay: None,
+            block: None,
             cpus: 1,
             memory_mib: 128,
             netns: None,

@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::BytesMut;
 use futures::future::BoxFuture;
@@ -17,6 +18,7 @@ use super::handshake::{Chosen, Handshake, Progress};
 use super::intake::{Ask, Intake, Taken};
 use super::proto::{self, Errno, Frame, STATE_HOLE, STATE_ZERO};
 use super::{Export, Limits, MOST_EXTENTS};
+use crate::block::meter::Operation;
 use crate::block::{BlockError, ExtentKind, Limit};
 
 /// Bytes read at once where no payload waits for more.
@@ -202,10 +204,10 @@ impl Connection {
                 }
                 Taken::Request { cookie, ask, cost } => {
                     self.room -= cost;
-                    let limit = Limit::new(self.stop.clone(), Instant::now() + self.limits.request);
-                    let chosen = self.chosen.clone();
+                    let (chosen, stop, within) =
+                        (self.chosen.clone(), self.stop.clone(), self.limits.request);
                     running.push(Box::pin(async move {
-                        Reply { frame: answer(&chosen, cookie, ask, &limit).await, cost }
+                        Reply { frame: answer(&chosen, cookie, ask, within, stop).await, cost }
                     }));
                 }
             }
@@ -285,15 +287,56 @@ async fn send(
     }
 }
 
-/// Does what was asked, within the limit, and makes the reply.
-async fn answer(chosen: &Chosen, cookie: u64, ask: Ask, limit: &Limit) -> Frame {
+/// Does what was asked, once the rate limit lets it, and makes the reply. Its time begins then: a guest that is made to wait
+/// must not be told that its disk is broken.
+async fn answer(chosen: &Chosen, cookie: u64, ask: Ask, within: Duration, stop: CancellationToken) -> Frame {
     let reads = matches!(ask, Ask::Read { .. } | Ask::Status { .. });
-    match limit.run(perform(chosen, cookie, ask, limit)).await {
-        Ok(frame) => frame,
-        Err(error) => {
-            chosen.export.note(&error);
-            chosen.failure(cookie, reads, errno(&error), &error.to_string())
+    let (operation, bytes) = weight(&ask);
+    let export = &chosen.export;
+    let mut request = operation.map(|operation| export.meter.begin(operation));
+    let mut limit = Limit::new(stop, Instant::now() + within);
+    let outcome = match wait_for_rate(export, bytes, &limit.stop).await {
+        Ok(waited) => {
+            limit.deadline += waited;
+            if let Some(request) = &mut request {
+                request.waited(waited);
+            }
+            limit.run(perform(chosen, cookie, ask, &limit)).await
         }
+        Err(stopped) => Err(stopped),
+    };
+    if let Some(request) = request {
+        request.end(bytes, &outcome);
+    }
+    outcome.unwrap_or_else(|error| {
+        export.note(&error);
+        chosen.failure(cookie, reads, errno(&error), &error.to_string())
+    })
+}
+
+async fn wait_for_rate(
+    export: &Export,
+    bytes: u64,
+    stop: &CancellationToken,
+) -> Result<Duration, BlockError> {
+    let Some(rate) = &export.rate else { return Ok(Duration::ZERO) };
+    tokio::select! {
+        biased;
+        () = stop.cancelled() => Err(BlockError::Stopped),
+        waited = rate.wait(bytes) => Ok(waited),
+    }
+}
+
+/// What a request counts as, and the bytes it moves.
+fn weight(ask: &Ask) -> (Option<Operation>, u64) {
+    match ask {
+        Ask::Read { len, .. } => (Some(Operation::Read), *len as u64),
+        Ask::Write { data, .. } => (Some(Operation::Write), data.len() as u64),
+        Ask::Flush => (Some(Operation::Flush), 0),
+        Ask::Trim { .. } => (Some(Operation::Discard), 0),
+        // Written out only where they must take room.
+        Ask::Zero { len, how, .. } => (Some(Operation::Zeroes), if how.keep_allocated { *len } else { 0 }),
+        Ask::Status { .. } => (None, 0),
     }
 }
 

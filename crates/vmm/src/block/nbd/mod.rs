@@ -20,6 +20,10 @@ pub use handshake::{Chosen, Handshake, Progress};
 pub use intake::{Ask, Intake, Refusal, Taken};
 pub use server::{Served, Server};
 
+use hearth_core::block::DiskStats;
+
+use crate::block::limit::RateLimiter;
+use crate::block::meter::Meter;
 use crate::block::{BLOCK, Backend, BlockError};
 
 /// Bytes of the largest read or write, as announced.
@@ -42,7 +46,7 @@ pub struct Limits {
     pub in_flight_bytes: usize,
     /// Until an export is chosen.
     pub handshake: Duration,
-    /// Until a request is answered; longer, and it is answered with an error.
+    /// Until a request is answered; longer, and it is answered with an error. A wait for the rate limit comes before.
     pub request: Duration,
     /// After the stop: for clients to fetch their last answers.
     pub farewell: Duration,
@@ -68,6 +72,8 @@ impl Default for Limits {
 pub struct Export {
     name: String,
     backend: Arc<dyn Backend>,
+    rate: Option<Arc<RateLimiter>>,
+    meter: Arc<Meter>,
     errors: AtomicU64,
 }
 
@@ -75,11 +81,18 @@ impl Export {
     /// A name is at most 4,096 bytes; what is longer is cut.
     #[must_use]
     pub fn new(name: &str, backend: Arc<dyn Backend>) -> Arc<Self> {
+        Self::limited(name, backend, None)
+    }
+
+    /// Like [`Export::new`], as fast as `rate` allows, which other exports may share.
+    #[must_use]
+    pub fn limited(name: &str, backend: Arc<dyn Backend>, rate: Option<Arc<RateLimiter>>) -> Arc<Self> {
         let name = name.chars().scan(0, |len, c| {
             *len += c.len_utf8();
             (*len <= LONGEST_NAME).then_some(c)
         });
-        Arc::new(Self { name: name.collect(), backend, errors: AtomicU64::new(0) })
+        let meter = Arc::default();
+        Arc::new(Self { name: name.collect(), backend, rate, meter, errors: AtomicU64::new(0) })
     }
 
     /// As clients ask for it.
@@ -94,7 +107,14 @@ impl Export {
         self.errors.load(Ordering::Relaxed)
     }
 
-    fn backend(&self) -> &dyn Backend {
+    /// What was counted of it.
+    #[must_use]
+    pub fn stats(&self) -> DiskStats {
+        self.meter.stats(&self.name)
+    }
+
+    /// The disk.
+    pub(crate) fn backend(&self) -> &dyn Backend {
         &*self.backend
     }
 

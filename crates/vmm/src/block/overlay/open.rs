@@ -84,12 +84,8 @@ impl Overlay {
         let mut name = path.as_os_str().to_owned();
         name.push(".new");
         let new = Path::new(&name);
-        remove_if_there(new).map_err(|e| fail("make room for", e))?;
         let written = (|| {
-            let file = File::options().write(true).create_new(true).mode(0o600).open(new)?;
-            file.set_len(header.file_size())?;
-            file.write_all_at(&header.encode(), 0)?;
-            file.sync_all()?;
+            write_new(new, &header, true)?;
             // A link never replaces what is there.
             std::fs::hard_link(new, path)?;
             remove_if_there(new)?;
@@ -102,6 +98,39 @@ impl Overlay {
             return Err(fail("create", e));
         }
         Self::open(path, base, false, pool, limit).await
+    }
+
+    /// Opens an overlay file, made if there is none, of a disk that is worth nothing without its process's host: no flush
+    /// syncs it. What was flushed outlives the process, however that ends, and not a crash of the host.
+    ///
+    /// # Errors
+    /// As [`Overlay::open`], or if it cannot be made.
+    pub async fn scratch(
+        path: &Path,
+        base: Arc<dyn Backend>,
+        size: u64,
+        pool: Pool,
+        limit: &Limit,
+    ) -> Result<Self, OverlayError> {
+        let name = path.display().to_string();
+        let fail = |doing, source| OverlayError::Io { doing, file: name.clone(), source };
+        let open = |path: &Path| File::options().read(true).write(true).open(path);
+        let file = match open(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                let header = header_for(&*base, size, limit).await?;
+                let mut new = path.as_os_str().to_owned();
+                new.push(".new");
+                // Whole under its name or not there, whenever this process ends.
+                write_new(Path::new(&new), &header, false)
+                    .and_then(|()| std::fs::rename(&new, path))
+                    .and_then(|()| open(path))
+                    .map_err(|e| fail("create", e))?
+            }
+            other => other.map_err(|e| fail("open", e))?,
+        };
+        lock(&file, false, &name)?;
+        let cow = FileBackend::new(file, &name, false, pool).map_err(|e| fail("open", e))?;
+        Self::load(Arc::new(cow.without_sync()), base, limit).await
     }
 
     /// Opens an overlay file above the base it was made for. The lock on it (flock(2)) is held as long as the overlay is.
@@ -118,12 +147,7 @@ impl Overlay {
         let name = path.display().to_string();
         let fail = |doing, source| OverlayError::Io { doing, file: name.clone(), source };
         let file = File::options().read(true).write(!read_only).open(path).map_err(|e| fail("open", e))?;
-        let locked = if read_only { file.try_lock_shared() } else { file.try_lock() };
-        match locked {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(OverlayError::InUse { file: name }),
-            Err(TryLockError::Error(e)) => return Err(fail("lock", e)),
-        }
+        lock(&file, read_only, &name)?;
         let cow = FileBackend::new(file, &name, read_only, pool).map_err(|e| fail("open", e))?;
         Self::load(Arc::new(cow), base, limit).await
     }
@@ -182,6 +206,25 @@ impl Overlay {
             begun: AtomicU64::new(0),
             flushed: AtomicU64::new(0),
         })
+    }
+}
+
+/// Writes an overlay in which all is as in the base; what is left of an earlier try gives way.
+fn write_new(path: &Path, header: &Header, sync: bool) -> io::Result<()> {
+    remove_if_there(path)?;
+    let file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
+    file.set_len(header.file_size())?;
+    file.write_all_at(&header.encode(), 0)?;
+    if sync { file.sync_all() } else { Ok(()) }
+}
+
+fn lock(file: &File, shared: bool, name: &str) -> Result<(), OverlayError> {
+    match if shared { file.try_lock_shared() } else { file.try_lock() } {
+        Ok(()) => Ok(()),
+        Err(TryLockError::WouldBlock) => Err(OverlayError::InUse { file: name.to_owned() }),
+        Err(TryLockError::Error(source)) => {
+            Err(OverlayError::Io { doing: "lock", file: name.to_owned(), source })
+        }
     }
 }
 
