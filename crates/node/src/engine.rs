@@ -395,6 +395,18 @@ impl<H: Host> Engine<H> {
         Ok(self.context.books.all().iter().map(|h| h.view.borrow().clone()).collect())
     }
 
+    /// Shows each sandbox, in no order, without a copy of it.
+    ///
+    /// # Errors
+    /// If the node does not know yet.
+    pub fn each(&self, mut seen: impl FnMut(&View)) -> Result<(), EngineError> {
+        self.ready()?;
+        for view in self.context.books.views() {
+            seen(&view.borrow());
+        }
+        Ok(())
+    }
+
     /// Deletes a sandbox; answers when everything is gone.
     ///
     /// # Errors

@@ -123,35 +123,40 @@ const TEMPLATES: usize = 50;
 
 /// Sandboxes by template, the commonest first; and each of them, if that is wanted.
 fn sandboxes<H: Host>(registry: &mut Registry, node: &Node<H>) {
-    let Ok(views) = node.engine.list() else { return };
-    let mut by_template = BTreeMap::<&str, i64>::new();
-    for view in &views {
-        *by_template.entry(view.record.spec.template.as_str()).or_default() += 1;
+    let mut by_template = BTreeMap::<String, i64>::new();
+    let each = Family::<OfSandbox, Gauge>::default();
+    let known = node.engine.each(|view| {
+        let spec = &view.record.spec;
+        match by_template.get_mut(spec.template.as_str()) {
+            Some(n) => *n += 1,
+            None => drop(by_template.insert(spec.template.to_string(), 1)),
+        }
+        if node.per_sandbox {
+            let of = OfSandbox {
+                sandbox: view.record.id.to_string(),
+                name: view.record.name.to_string(),
+                template: spec.template.to_string(),
+                state: view.state.as_str(),
+                vmm: spec.vmm.as_str(),
+            };
+            each.get_or_create(&of).set(i64::try_from(view.record.created_at_ms / 1000).unwrap_or(i64::MAX));
+        }
+    });
+    if known.is_err() {
+        return;
     }
     let mut by_template: Vec<_> = by_template.into_iter().collect();
     by_template.sort_by_key(|(_, n)| std::cmp::Reverse(*n));
     let family = Family::<OfTemplate, Gauge>::default();
     for (i, (template, n)) in by_template.into_iter().enumerate() {
-        let template = if i < TEMPLATES { template.to_owned() } else { "(others)".to_owned() };
+        let template = if i < TEMPLATES { template } else { "(others)".to_owned() };
         family.get_or_create(&OfTemplate { template }).inc_by(n);
     }
     registry.register("template_sandboxes", "Sandboxes by template, in any state", family);
-    if !node.per_sandbox {
-        return;
+    if node.per_sandbox {
+        let help = "When the sandbox was created, since the Unix epoch";
+        registry.register("sandbox_created_timestamp_seconds", help, each);
     }
-    let family = Family::<OfSandbox, Gauge>::default();
-    for view in views {
-        let of = OfSandbox {
-            sandbox: view.record.id.to_string(),
-            name: view.record.name.to_string(),
-            template: view.record.spec.template.to_string(),
-            state: view.state.as_str(),
-            vmm: view.record.spec.vmm.as_str(),
-        };
-        family.get_or_create(&of).set(i64::try_from(view.record.created_at_ms / 1000).unwrap_or(i64::MAX));
-    }
-    let help = "When the sandbox was created, since the Unix epoch";
-    registry.register("sandbox_created_timestamp_seconds", help, family);
 }
 
 /// How far the release of leftovers is, as in `/health`.
