@@ -9,6 +9,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = [
         "hearth/v1/exec.proto",
         "hearth/v1/sandbox.proto",
+        "hearth/v1/usage.proto",
         "hearth/v1/node.proto",
         "hearth/v1/template.proto",
         "hearth/shim/v1/shim.proto",

@@ -8,6 +8,7 @@ use std::time::Duration;
 use hearth_core::network::SlotLayout;
 use hearth_core::spec::VmmKind;
 
+use crate::exits::KeepExits;
 use crate::failpoint::{Failpoints, Kill9};
 
 /// Settings of one engine.
@@ -45,6 +46,10 @@ pub struct EngineConfig {
     pub boot_deadline: Duration,
     /// Size at which a console log is turned over, bytes.
     pub console_cap_bytes: u64,
+    /// Time between two samples of what a sandbox uses; zero: none are taken.
+    pub stats_interval: Duration,
+    /// How long it is remembered how sandboxes ended.
+    pub exits: KeepExits,
 }
 
 /// What happens to leftovers of an earlier run.

@@ -2,7 +2,9 @@
 //! `cidr` in `[network]` are one entry here: a key added to it has all three.
 
 use super::value::{ConfigValue, Given};
-use super::{BackupConfig, NetworkConfig, ReclaimConfig, ReconcileConfig, ShutdownConfig};
+use super::{
+    BackupConfig, ExitsConfig, NetworkConfig, ReclaimConfig, ReconcileConfig, ShutdownConfig, StatsConfig,
+};
 use super::{Config, ReclaimMode, ReconcileAction, ShutdownMode, VmmChoice};
 
 /// One configuration key.
@@ -116,6 +118,19 @@ pub(crate) static KEYS: &[Key] = &[
         reconcile.max_share_percent,
         "Share of what is seen that one pass may release"
     ),
+    key!(
+        "stats.interval_seconds",
+        "N",
+        stats.interval_seconds,
+        "Between two samples of a sandbox's use; 0: none"
+    ),
+    key!(
+        "exits.keep_seconds",
+        "N",
+        exits.keep_seconds,
+        "How long it is kept how a sandbox ended; 0: not at all"
+    ),
+    key!("exits.keep_count", "N", exits.keep_count, "How many ends are kept at most; the oldest go first"),
     key!("shutdown.mode", "MODE", shutdown.mode, "detach, drain or kill: sandboxes when the daemon stops"),
     key!("shutdown.drain_seconds", "N", shutdown.drain_seconds, "How long drain waits"),
     key!("test.failpoints", "PLACE=FAULT,…", failpoints, "Faults on purpose"),
@@ -156,6 +171,8 @@ impl Default for Config {
                 min_age_seconds: 20,
                 max_share_percent: 20,
             },
+            stats: StatsConfig { interval_seconds: 10 },
+            exits: ExitsConfig { keep_seconds: 3600, keep_count: 1000 },
             shutdown: ShutdownConfig { mode: ShutdownMode::Detach, drain_seconds: 600 },
             failpoints: Default::default(),
             process_vmm: false,

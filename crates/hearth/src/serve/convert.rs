@@ -74,6 +74,7 @@ pub(crate) fn sandbox<H: Host>(view: &View, engine: &Engine<H>) -> v1::Sandbox {
         stuck_details: record.stuck.as_ref().map(stuck),
         unknown: String::new(),
         unreachable: view.unreachable.clone().unwrap_or_default(),
+        exit: view.exit.as_ref().map(super::stats::exit),
     }
 }
 

@@ -11,6 +11,7 @@ mod node;
 mod sandboxes;
 mod signals;
 mod standalone;
+mod stats;
 mod status;
 mod supervisor;
 mod templates;
@@ -29,7 +30,8 @@ use hearth_core::host::Host;
 use hearth_host::kernel_host::{HostConfig, KernelHost};
 use hearth_host::lock::InstanceClaim;
 use hearth_node::{
-    Ask, Engine, EngineConfig, EngineError, Phase, Reclaim, ReclaimMode, Reconcile, ReconcileAction,
+    Ask, Engine, EngineConfig, EngineError, KeepExits, Phase, Reclaim, ReclaimMode, Reconcile,
+    ReconcileAction,
 };
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -341,6 +343,11 @@ fn engine_config(config: &Config) -> anyhow::Result<EngineConfig> {
         release_deadline: RELEASE_DEADLINE,
         boot_deadline: BOOT_DEADLINE,
         console_cap_bytes: CONSOLE_CAP_BYTES,
+        stats_interval: Duration::from_secs(config.stats.interval_seconds),
+        exits: KeepExits {
+            keep: Duration::from_secs(config.exits.keep_seconds),
+            most: config.exits.keep_count,
+        },
     })
 }
 

@@ -11,6 +11,7 @@
 //! Only the task changes the record and the host. Everybody else sends a [`Command`] or reads the [`View`].
 
 mod create;
+mod ended;
 mod places;
 mod release;
 mod shim_end;
@@ -29,6 +30,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::shim_client::Client;
 
+pub(crate) use ended::By;
 pub(crate) use task::{Begin, Sandbox};
 
 /// What others see of a sandbox.
@@ -58,7 +60,7 @@ pub struct StepStarted(pub Step);
 #[derive(Debug)]
 pub(crate) enum Command {
     /// Release everything; the answer comes when all is gone, or says what is stuck.
-    Delete(oneshot::Sender<Result<(), String>>),
+    Delete(oneshot::Sender<Result<(), String>>, By),
 }
 
 /// How others reach a sandbox.
@@ -85,10 +87,10 @@ pub(crate) enum DeleteError {
 
 impl Handle {
     /// Deletes and waits for the outcome.
-    pub(crate) async fn delete(&self) -> Result<(), DeleteError> {
+    pub(crate) async fn delete(&self, by: By) -> Result<(), DeleteError> {
         self.cancel.cancel();
         let (answer, outcome) = oneshot::channel();
-        let told = match self.commands.send(Command::Delete(answer)).await {
+        let told = match self.commands.send(Command::Delete(answer, by)).await {
             Ok(()) => tokio::select! {
                 biased;
                 outcome = outcome => outcome.ok(),
@@ -149,7 +151,8 @@ mod tests {
                 to_end.send(receiver).expect("the other thread");
                 together.wait();
                 let soon = Duration::from_secs(10);
-                let answer = runtime.block_on(async { tokio::time::timeout(soon, handle.delete()).await });
+                let answer =
+                    runtime.block_on(async { tokio::time::timeout(soon, handle.delete(By::User)).await });
                 assert!(matches!(answer, Ok(Err(DeleteError::Ended))), "round {round}: {answer:?}");
             }
             drop(to_end);

@@ -18,7 +18,10 @@ impl<H: Host> Sandbox<H> {
     /// Has the shim kill its VM.
     pub(super) async fn stop_shim(&self, client: &Client) -> Result<(), String> {
         let place = Place::Release(ReleaseStep::Stop);
-        self.context.faults.around(place, |why| why, shim_client::stop(client, GENTLE)).await
+        self.context
+            .faults
+            .around(place, |why| why, shim_client::stop(client, GENTLE, self.by.policy()))
+            .await
     }
 
     /// Releases one resource that is no part of a slot.

@@ -18,7 +18,7 @@ use hearth_core::stuck::{Left, Stuck};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::{Command, StepStarted, View, shim_end};
+use super::{By, Command, StepStarted, View, shim_end};
 use crate::blocking::{blocking, on_host};
 use crate::engine::{Context, now_ms};
 use crate::error::EngineError;
@@ -76,6 +76,8 @@ pub(crate) struct Sandbox<H> {
     pub(crate) cancel: CancellationToken,
     pub(crate) progress: Option<mpsc::Sender<StepStarted>>,
     pub(crate) shim_pidfd: Option<OwnedFd>,
+    /// Who ends it, should it be ended now.
+    pub(crate) by: By,
 }
 
 impl<H: Host> Sandbox<H> {
@@ -93,6 +95,7 @@ impl<H: Host> Sandbox<H> {
                             return;
                         }
                     } else {
+                        self.by = By::Daemon("whoever asked for it went away".into());
                         tracing::info!(sandbox = %self.record.id, "the caller went away, taking it back");
                     }
                 }
@@ -117,6 +120,7 @@ impl<H: Host> Sandbox<H> {
             Begin::Release(why) => {
                 // How its VM ended while no daemon looked.
                 self.show_exit();
+                self.by = By::Daemon(why.clone());
                 tracing::info!(sandbox = %self.record.id, name = %self.record.name, "releasing: {why}");
                 // Thousands may have to go after a reboot; creations must not queue behind them.
                 let context = Arc::clone(&self.context);
@@ -193,7 +197,7 @@ impl<H: Host> Sandbox<H> {
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
                 // What may be alive and another's is not killed on request either.
-                Some(Command::Delete(answer)) = self.commands.recv() => drop(answer.send(Err(why))),
+                Some(Command::Delete(answer, _)) = self.commands.recv() => drop(answer.send(Err(why))),
                 () = self.context.detach.cancelled() => return Judged::Detached,
             }
         }
@@ -209,7 +213,10 @@ impl<H: Host> Sandbox<H> {
             biased;
             () = self.context.detach.cancelled() => End::Detached,
             () = &mut ended => End::VmEnded,
-            Some(Command::Delete(answer)) = self.commands.recv() => End::Deleted(answer),
+            Some(Command::Delete(answer, by)) = self.commands.recv() => {
+                self.by = by;
+                End::Deleted(answer)
+            }
             never = stay_connected(&self.view, &self.run_dir) => match never {},
         };
         match end {
@@ -248,7 +255,10 @@ impl<H: Host> Sandbox<H> {
             }
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
-                Some(Command::Delete(answer)) = self.commands.recv() => waiting.push(answer),
+                Some(Command::Delete(answer, by)) = self.commands.recv() => {
+                    self.by = by;
+                    waiting.push(answer);
+                }
                 () = self.context.detach.cancelled() => return,
             }
         }
@@ -263,7 +273,7 @@ impl<H: Host> Sandbox<H> {
         for answer in waiting {
             drop(answer.send(Ok(())));
         }
-        while let Ok(Command::Delete(answer)) = self.commands.try_recv() {
+        while let Ok(Command::Delete(answer, _)) = self.commands.try_recv() {
             drop(answer.send(Ok(())));
         }
     }
@@ -308,14 +318,7 @@ async fn stay_connected(view: &watch::Sender<View>, run_dir: &Path) -> Infallibl
 
 /// What is said of a VM whose shim ended without a word: it ended with it.
 fn shim_died() -> ExitRecord {
-    ExitRecord {
-        schema: ExitRecord::SCHEMA,
-        reason: ExitReason::VmmFailed,
-        code: None,
-        signal: None,
-        at_ms: now_ms(),
-        detail: "its shim died, and the VM with it".into(),
-    }
+    ExitRecord::new(ExitReason::VmmFailed, now_ms(), "its shim died, and the VM with it")
 }
 
 fn cancelled(name: &str) -> EngineError {

@@ -12,7 +12,8 @@ use std::time::Duration;
 use futures::Stream;
 use hearth_api::shim::shim_service_server::{ShimService, ShimServiceServer};
 use hearth_api::shim::{
-    BootRequest, BootResponse, InfoRequest, InfoResponse, StopRequest, StopResponse, WatchRequest,
+    BootRequest, BootResponse, InfoRequest, InfoResponse, StopRequest, StopResponse, UsageRequest,
+    UsageResponse, WatchRequest,
 };
 use hearth_api::v1::{
     ExecInput, ExecOutput, ResizeExecRequest, ResizeExecResponse, SignalExecRequest, SignalExecResponse,
@@ -23,8 +24,8 @@ use hearth_core::resource::Resource;
 use hearth_core::shim::{SHIM_PROTOCOL, SHIM_SOCKET, ShimSpec};
 use hearth_core::spec::VmmKind;
 use hearth_node::{
-    Engine, EngineConfig, EngineError, Failpoints, Kill9, NewSandbox, Phase, Reclaim, ReclaimMode, Reconcile,
-    ReconcileAction, View, Vmms,
+    Engine, EngineConfig, EngineError, Failpoints, KeepExits, Kill9, NewSandbox, Phase, Reclaim, ReclaimMode,
+    Reconcile, ReconcileAction, View, Vmms,
 };
 use hearth_testkit::FakeHost;
 use tokio::sync::mpsc;
@@ -109,6 +110,8 @@ impl Bench {
             release_deadline: Duration::from_millis(300),
             boot_deadline: Duration::from_secs(5),
             console_cap_bytes: 4096,
+            stats_interval: Duration::ZERO,
+            exits: KeepExits { keep: Duration::from_secs(60), most: 100 },
         }
     }
 
@@ -238,6 +241,10 @@ impl ShimService for FakeShim {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         Ok(Response::new(BootResponse { vmm_pid: self.pid + 1 }))
+    }
+
+    async fn usage(&self, _: Request<UsageRequest>) -> Result<Response<UsageResponse>, Status> {
+        Err(Status::unimplemented("a shim of an older release"))
     }
 
     async fn stop(&self, _: Request<StopRequest>) -> Result<Response<StopResponse>, Status> {
