@@ -10,6 +10,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "hearth/v1/events.proto",
         "hearth/v1/exec.proto",
         "hearth/v1/sandbox.proto",
+        "hearth/v1/usage.proto",
         "hearth/v1/node.proto",
         "hearth/v1/template.proto",
         "hearth/shim/v1/shim.proto",

@@ -85,7 +85,11 @@ fn default_suite(firecracker: bool) -> Vec<Item> {
         target: target.into(),
         filter: String::new(),
     };
-    let mut suite = vec![Item::Command("hearth preflight".into()), test("hearth-host", "kernel")];
+    let mut suite = vec![
+        Item::Command("hearth preflight".into()),
+        test("hearth-host", "kernel"),
+        test("hearth-vmm", "vmm_oom"),
+    ];
     if firecracker {
         suite.push(Item::Command(FIRECRACKER_GUEST.into()));
     }

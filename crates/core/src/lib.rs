@@ -24,3 +24,4 @@ pub mod shim;
 pub mod spec;
 pub mod steps;
 pub mod stuck;
+pub mod usage;

@@ -16,6 +16,8 @@ pub const SHIM_SPEC_FILE: &str = "spec.json";
 pub const SHIM_SOCKET: &str = "shim.sock";
 /// Guest console in a sandbox's run directory; the older part is in the same name with `.1` added.
 pub const CONSOLE_LOG: &str = "console.log";
+/// FIFO in a sandbox's run directory to which a VMM writes its metrics.
+pub const METRICS_FIFO: &str = "metrics.fifo";
 /// The VMM's own messages in a sandbox's run directory.
 pub const VMM_LOG: &str = "vmm.log";
 /// The shim's own messages in a sandbox's run directory.
@@ -91,6 +93,14 @@ pub struct ShimSpec {
     pub state_dir: PathBuf,
     /// Size at which the console log is turned over, bytes. Two such parts are kept.
     pub console_cap_bytes: u64,
+    /// Time between two samples of what the sandbox uses, milliseconds; 0: none are taken.
+    #[serde(default = "stats_interval_ms")]
+    pub stats_interval_ms: u64,
+}
+
+/// Of a shim started by a daemon that does not say.
+fn stats_interval_ms() -> u64 {
+    10_000
 }
 
 /// The guest's network card.

@@ -54,6 +54,10 @@ pub(crate) struct Config {
     pub(crate) backup: BackupConfig,
     /// The loop that runs from then on.
     pub(crate) reconcile: ReconcileConfig,
+    /// Samples of what sandboxes use.
+    pub(crate) stats: StatsConfig,
+    /// What is remembered of sandboxes that are gone.
+    pub(crate) exits: ExitsConfig,
     /// What happens to sandboxes when the daemon stops.
     pub(crate) shutdown: ShutdownConfig,
     /// The journal of what happens.
@@ -125,6 +129,22 @@ pub(crate) struct ReconcileConfig {
     pub(crate) min_age_seconds: u64,
     /// Most that one pass may release, in percent of the objects seen.
     pub(crate) max_share_percent: u32,
+}
+
+/// `[stats]`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct StatsConfig {
+    /// Between two samples of one sandbox; 0: none are taken.
+    pub(crate) interval_seconds: u64,
+}
+
+/// `[exits]`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ExitsConfig {
+    /// How long it is kept how a sandbox ended; 0: not at all.
+    pub(crate) keep_seconds: u64,
+    /// How many ends are kept at most.
+    pub(crate) keep_count: usize,
 }
 
 /// `[shutdown]`

@@ -11,6 +11,7 @@ use hearth_core::network::SlotLayout;
 use hearth_core::spec::VmmKind;
 
 use crate::events::JournalConfig;
+use crate::exits::KeepExits;
 use crate::failpoint::Kill9;
 
 /// Settings of one engine.
@@ -52,6 +53,10 @@ pub struct EngineConfig {
     pub console_cap_bytes: u64,
     /// Where events are kept; `None`: in memory alone.
     pub journal: Option<JournalConfig>,
+    /// Time between two samples of what a sandbox uses; zero: none are taken.
+    pub stats_interval: Duration,
+    /// How long it is remembered how sandboxes ended.
+    pub exits: KeepExits,
 }
 
 /// What happens to leftovers of an earlier run.

@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use futures::FutureExt as _;
 use hearth_core::block::DiskRate;
 use hearth_core::event::EventKind;
+use hearth_core::exit::KeptExit;
 use hearth_core::host::Host;
 use hearth_core::id::{SandboxId, SandboxName, TemplateName};
 use hearth_core::image::Template;
@@ -26,6 +27,7 @@ use crate::books::{Books, BooksNow};
 use crate::config::EngineConfig;
 use crate::error::EngineError;
 use crate::events::Events;
+use crate::exits::Exits;
 use crate::failpoint::Faults;
 use crate::images::disk::Blanks;
 use crate::images::{self, GuestProgram};
@@ -34,7 +36,7 @@ use crate::pool::SlotPool;
 use crate::reclaim::{Demand, Hands, ReclaimProgress};
 use crate::reconcile::Reconciler;
 use crate::records::Records;
-use crate::sandbox::{Begin, DeleteError, Handle, Sandbox, StepStarted, View};
+use crate::sandbox::{Begin, By, DeleteError, Handle, Sandbox, StepStarted, View};
 use crate::shim_client::Client;
 use crate::trace::{self, TraceContext};
 
@@ -49,6 +51,7 @@ pub(crate) struct Context<H> {
     pub(crate) host: Arc<H>,
     pub(crate) config: EngineConfig,
     pub(crate) records: Records,
+    pub(crate) exits: Exits,
     pub(crate) pool: Arc<SlotPool<H>>,
     pub(crate) books: Books,
     pub(crate) guest: GuestProgram,
@@ -129,6 +132,7 @@ impl<H: Host> Engine<H> {
         let pool = SlotPool::new(Arc::clone(&host), &config, events.clone());
         let context = Context {
             records: Records::new(&config.state_dir),
+            exits: Exits::new(&config.state_dir, config.exits),
             guest: GuestProgram::new(config.guest_program.clone()),
             blanks: Blanks::new(&config.store_dir, config.layout.instance.as_str()),
             faults: Faults::new(config.failpoints.clone(), config.kill9.clone()),
@@ -305,6 +309,7 @@ impl<H: Host> Engine<H> {
             shim_pidfd: None,
             trace: TraceContext::new(),
             ending: None,
+            by: By::Daemon("its creation failed".into()),
         };
         (sandbox, handle)
     }
@@ -407,6 +412,30 @@ impl<H: Host> Engine<H> {
         Ok(())
     }
 
+    /// A sandbox that is gone and whose end is still kept, by id or name.
+    ///
+    /// # Errors
+    /// If there is none, or the node does not know yet.
+    pub fn ended(&self, key: &str) -> Result<Arc<KeptExit>, EngineError> {
+        self.ready()?;
+        // Why it is not there is the better answer.
+        self.context.exits.find(key).map_or_else(|| Err(self.not_found(key)), Ok)
+    }
+
+    fn not_found(&self, key: &str) -> EngineError {
+        let gone = || EngineError::NotFound(format!("how sandbox {key} ended is not kept any more"));
+        self.context.books.find(key).err().unwrap_or_else(gone)
+    }
+
+    /// All whose end is still kept, first ended first.
+    ///
+    /// # Errors
+    /// If the node does not know yet.
+    pub fn all_ended(&self) -> Result<Vec<Arc<KeptExit>>, EngineError> {
+        self.ready()?;
+        Ok(self.context.exits.all())
+    }
+
     /// Deletes a sandbox; answers when everything is gone.
     ///
     /// # Errors
@@ -423,7 +452,7 @@ impl<H: Host> Engine<H> {
         self.ready()?;
         let handle = self.context.books.find(key)?;
         let name = handle.name.to_string();
-        let deleted = trace::within("delete", trace, async |span| handle.delete_within(span).await);
+        let deleted = trace::within("delete", trace, async |span| handle.delete_within(By::User, span).await);
         deleted.await.map_err(|e| match e {
             DeleteError::Stuck(why) => EngineError::Stuck { name, why },
             DeleteError::Ended => EngineError::Closed(format!(

@@ -8,6 +8,7 @@ mod config;
 mod engine;
 mod error;
 pub mod events;
+mod exits;
 mod failpoint;
 pub mod images;
 mod meters;
@@ -27,6 +28,7 @@ pub use config::{EngineConfig, Reclaim, ReclaimMode, Reconcile, ReconcileAction,
 pub use engine::{Engine, NewSandbox, Phase};
 pub use error::{EngineError, chain};
 pub use events::{Events, JournalConfig};
+pub use exits::KeepExits;
 pub use failpoint::{Faults, Kill9};
 pub use hearth_core::failpoint::Failpoints;
 pub use meters::Meters;

@@ -75,9 +75,13 @@ pub(crate) async fn boot(client: &Client, within: Duration) -> Result<(), String
     }
 }
 
-/// Has the VM killed and its exit recorded.
-pub(crate) async fn stop(client: &Client, within: Duration) -> Result<(), String> {
-    match tokio::time::timeout(within, client.clone().stop(StopRequest { grace_ms: 0 })).await {
+/// Has the VM killed and its exit recorded, as a user's wish if `policy` is empty.
+///
+/// # Errors
+/// In words.
+pub(crate) async fn stop(client: &Client, within: Duration, policy: &str) -> Result<(), String> {
+    let request = StopRequest { grace_ms: 0, policy: policy.to_owned() };
+    match tokio::time::timeout(within, client.clone().stop(request)).await {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(status)) => Err(status.message().to_owned()),
         Err(_) => Err(format!("no answer within {} ms", within.as_millis())),

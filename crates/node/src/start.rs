@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::blocking::{blocking, on_host};
 use crate::config::ReclaimMode;
-use crate::engine::{Engine, Phase, panic_text};
+use crate::engine::{Engine, Phase, now_ms, panic_text};
 use crate::error::{EngineError, chain};
 use crate::events::Events;
 use crate::images::Job;
@@ -51,6 +51,8 @@ impl std::fmt::Display for Scan {
 
 /// How long one scan may take.
 const CENSUS: Duration = Duration::from_secs(60);
+/// How often ends that are kept are looked at.
+const FORGET: Duration = Duration::from_secs(10);
 /// How long the start waits for the first blank disk.
 const BLANK: Duration = Duration::from_millis(400);
 /// Back-off between two tries of a scan.
@@ -81,6 +83,10 @@ impl<H: Host> Engine<H> {
         let context = Arc::clone(&self.context);
         if let Err(e) = blocking(move || context.blanks.sweep()).await {
             tracing::warn!("{}", chain(&e));
+        }
+        let context = Arc::clone(&self.context);
+        if let Err(e) = blocking(move || context.exits.load(now_ms())).await {
+            tracing::warn!("how earlier sandboxes ended cannot be read: {e}");
         }
         let blank = self.make_blank();
         let records = self.context.records.clone();
@@ -146,7 +152,17 @@ impl<H: Host> Engine<H> {
         self.phase.send_replace(Phase::Ready);
         let engine = Arc::clone(self);
         self.tasks.spawn(async move { engine.run_reconcile().await });
+        let engine = Arc::clone(self);
+        self.tasks.spawn(async move { engine.forget_exits().await });
         Ok(())
+    }
+
+    /// Forgets how sandboxes ended, in time, also on a node where nothing ends any more.
+    async fn forget_exits(&self) {
+        while self.stop.run_until_cancelled(tokio::time::sleep(FORGET)).await.is_some() {
+            let context = Arc::clone(&self.context);
+            blocking(move || context.exits.prune(now_ms())).await;
+        }
     }
 
     /// Makes the blank disk most creations copy, so that the first one need not wait for it.

@@ -10,7 +10,7 @@ use hearth_core::lifecycle::SandboxState;
 use crate::engine::{Engine, Phase};
 use crate::error::EngineError;
 use crate::events::Events;
-use crate::sandbox::DeleteError;
+use crate::sandbox::{By, DeleteError};
 use crate::status::{Ask, Desired};
 
 /// How long the tasks of an engine get to end.
@@ -119,7 +119,12 @@ impl<H: Host> Engine<H> {
     /// Deletes every sandbox. What is stuck is told.
     pub async fn delete_all(&self) -> Vec<String> {
         let deletes = self.context.books.all().into_iter().map(|handle| async move {
-            let why = match tokio::time::timeout(DELETE, handle.delete()).await {
+            let why = match tokio::time::timeout(
+                DELETE,
+                handle.delete(By::Daemon("the daemon shuts down and deletes all".into())),
+            )
+            .await
+            {
                 Ok(Ok(())) => return None,
                 Ok(Err(DeleteError::Stuck(why))) => why,
                 Ok(Err(DeleteError::Ended)) => "its task ended".into(),

@@ -19,6 +19,7 @@ use futures::future::BoxFuture;
 use hearth_core::process::ProcessIdentity;
 use hearth_core::shim::{ShimSpec, VMM_LOG};
 use hearth_core::spec::VmmKind;
+use hearth_core::usage::DiskCounters;
 use hearth_host::process::{self, Ended, Mounts, Signal, SpawnError, SpawnOptions};
 use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncRead, Interest};
@@ -106,6 +107,17 @@ pub enum VmmEvent {
     },
 }
 
+/// How a VMM that was asked for metrics answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Flushed {
+    /// It counts nothing.
+    Nothing,
+    /// With its counters since the start.
+    Counters(DiskCounters),
+    /// It writes a line to its FIFO.
+    Announced,
+}
+
 /// A started virtual machine monitor.
 ///
 /// Every call has its own deadline, and may be dropped.
@@ -122,6 +134,11 @@ pub trait Vmm: Send {
 
     /// Presses the power button, for guests without an agent. A guest may ignore it.
     fn request_stop(&mut self) -> BoxFuture<'_, Result<(), VmmError>>;
+
+    /// Asks for metrics.
+    fn flush(&mut self) -> BoxFuture<'_, Result<Flushed, VmmError>> {
+        Box::pin(std::future::ready(Ok(Flushed::Nothing)))
+    }
 
     /// The next thing it tells by itself; never, for most.
     fn event(&mut self) -> BoxFuture<'_, VmmEvent> {
@@ -147,6 +164,8 @@ pub struct Launched {
     pub vmm: Box<dyn Vmm>,
     /// To be read all the time.
     pub console: Option<ConsoleSource>,
+    /// The FIFO to which it writes metrics, if it does; made already.
+    pub metrics: Option<PathBuf>,
 }
 
 /// Starts the VMM of `spec`; on the main thread only (see the head of this file). On an error nothing is left
@@ -199,6 +218,17 @@ impl VmmProcess {
                 None => ready.clear_ready(),
             }
         }
+    }
+
+    /// Whether it has ended by now, asked of the kernel: what the runtime knows may be older. Reaps it.
+    ///
+    /// # Errors
+    /// If the pidfd cannot be waited for.
+    pub fn has_ended(&mut self) -> io::Result<bool> {
+        if self.ended.is_none() {
+            self.ended = process::wait(self.pidfd.get_ref().as_fd(), Duration::ZERO)?;
+        }
+        Ok(self.ended.is_some())
     }
 
     /// Ends and reaps a process that was started and cannot be used: dropped, it would live on.

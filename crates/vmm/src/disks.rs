@@ -150,7 +150,7 @@ impl Disks {
     }
 
     /// Ends all of it, in bounded time; the VMM is dead. What went wrong is returned, and logged.
-    pub(crate) async fn close(mut self, orderly: bool) -> Vec<String> {
+    pub(crate) async fn close(&mut self, orderly: bool) -> Vec<String> {
         let mut notes = vec![];
         if self.exports.is_empty() {
             return notes;

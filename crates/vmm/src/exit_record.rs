@@ -60,14 +60,8 @@ mod tests {
     #[test]
     fn a_record_replaces_the_older_one_whole() {
         let dir = tempfile::tempdir().unwrap();
-        let mut record = ExitRecord {
-            schema: ExitRecord::SCHEMA,
-            reason: ExitReason::VmmFailed,
-            code: None,
-            signal: Some(9),
-            at_ms: 1,
-            detail: "long ".repeat(100),
-        };
+        let mut record =
+            ExitRecord { signal: Some(9), ..ExitRecord::new(ExitReason::VmmFailed, 1, "long ".repeat(100)) };
         write(dir.path(), &record).unwrap();
         record.detail = "short".into();
         write(dir.path(), &record).unwrap();

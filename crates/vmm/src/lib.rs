@@ -13,5 +13,7 @@ pub mod end_time;
 pub mod exit_record;
 mod firecracker;
 pub mod machine;
+pub mod metrics;
 mod plain;
 mod qemu;
+mod verdict;

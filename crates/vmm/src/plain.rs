@@ -25,7 +25,7 @@ pub(crate) fn launch(spec: &ShimSpec) -> Result<Launched, VmmError> {
         }
     };
     let stream = spec.agent.then_some(ours);
-    Ok(Launched { process, vmm: Box::new(Plain { stream, pidfd }), console: None })
+    Ok(Launched { process, vmm: Box::new(Plain { stream, pidfd }), console: None, metrics: None })
 }
 
 struct Plain {

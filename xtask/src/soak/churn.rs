@@ -54,7 +54,7 @@ impl Lives {
     pub(crate) async fn wait_ready(&self, within: Duration) -> Result<()> {
         let end = Instant::now() + within;
         let mut client = self.sandboxes.clone();
-        while let Err(status) = client.list(ListRequest {}).await {
+        while let Err(status) = client.list(ListRequest::default()).await {
             ensure!(Instant::now() < end, "not ready within {} s: {status}", within.as_secs());
             tokio::time::sleep(PAUSE).await;
         }

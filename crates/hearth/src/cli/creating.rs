@@ -140,7 +140,7 @@ async fn take_back(client: &Client, name: &str, signals: &mut Signals) -> Result
     loop {
         let mut sandboxes = client.sandboxes();
         let look = async {
-            let answer = sandboxes.get(GetRequest { sandbox: name.to_owned() }).await?;
+            let answer = sandboxes.get(GetRequest { sandbox: name.to_owned(), ..Default::default() }).await?;
             if answer.into_inner().sandbox.is_some_and(|s| s.state == "running") {
                 sandboxes.delete(DeleteRequest { sandbox: name.to_owned() }).await?;
             }

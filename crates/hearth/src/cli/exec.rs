@@ -71,7 +71,7 @@ pub(super) async fn run(args: ExecArgs, context: &Context) -> Result<u8, CliErro
     // Waits for a daemon that is starting, which the stream itself could not without losing input.
     let get = |mut sandboxes: Sandboxes| {
         let sandbox = args.name.to_string();
-        async move { sandboxes.get(GetRequest { sandbox }).await }
+        async move { sandboxes.get(GetRequest { sandbox, ..Default::default() }).await }
     };
     let what = format!("cannot use sandbox {:?}", args.name.as_str());
     tokio::select! {

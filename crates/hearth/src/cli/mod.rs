@@ -20,6 +20,7 @@ mod reconcile;
 mod run;
 mod sandboxes;
 mod signals;
+mod stats;
 mod stdio;
 mod stream;
 mod terminal;
@@ -78,9 +79,9 @@ enum Command {
     /// List sandboxes
     #[command(
         visible_alias = "list",
-        after_help = "Examples:\n  hearth ls\n  hearth ls --json | jq -r '.[].name'"
+        after_help = "Examples:\n  hearth ls\n  hearth ls --all\n  hearth ls --json | jq -r '.[].name'"
     )]
-    Ls,
+    Ls(sandboxes::LsArgs),
     /// Show all that is known of a sandbox, as JSON
     #[command(after_help = "Examples:\n  hearth inspect web-1\n  hearth inspect web-1 | jq .resources")]
     Inspect(sandboxes::InspectArgs),
@@ -93,6 +94,9 @@ enum Command {
     /// Print what happened on the node, and go on with what happens
     #[command(after_help = events::EXAMPLES)]
     Events(events::EventsArgs),
+    /// Show what sandboxes use: CPU, memory, disk, network
+    #[command(after_help = stats::EXAMPLES)]
+    Stats(stats::StatsArgs),
     /// Delete sandboxes; ends when everything they owned is gone
     #[command(after_help = "Examples:\n  hearth rm web-1 web-2\n  hearth rm --all")]
     Rm(sandboxes::RmArgs),
@@ -181,7 +185,8 @@ fn dispatch(command: Command, context: &Context) -> Result<ExitCode, CliError> {
         Command::Completions { shell } => completions(&shell),
         Command::Run(args) => run::run(&args, context),
         Command::Create(args) => block_on(sandboxes::create(args, context)),
-        Command::Ls => block_on(sandboxes::ls(context)),
+        Command::Ls(args) => block_on(sandboxes::ls(args, context)),
+        Command::Stats(args) => block_on(stats::run(args, context)),
         Command::Inspect(args) => block_on(sandboxes::inspect(args, context)),
         Command::Exec(args) => block_on(exec::run(args, context)),
         Command::Logs(args) => block_on(sandboxes::logs(args, context)),

@@ -31,10 +31,18 @@ pub(super) struct CreateArgs {
     verbose: bool,
 }
 
+/// Arguments of `hearth ls`.
+#[derive(Debug, clap::Args)]
+pub(super) struct LsArgs {
+    /// Also those that are gone and whose end is still kept
+    #[arg(long, short)]
+    all: bool,
+}
+
 /// Arguments of `hearth inspect`.
 #[derive(Debug, clap::Args)]
 pub(super) struct InspectArgs {
-    /// Name or id of the sandbox
+    /// Name or id of the sandbox; one that is gone is found as long as its end is kept
     name: SandboxName,
 }
 
@@ -74,17 +82,17 @@ pub(super) async fn create(args: CreateArgs, context: &Context) -> Result<u8, Cl
     Ok(error::OK)
 }
 
-async fn all(client: &Client) -> Result<Vec<Sandbox>, CliError> {
-    let list = |mut s: Sandboxes| async move { s.list(ListRequest {}).await };
+async fn all(client: &Client, ended: bool) -> Result<Vec<Sandbox>, CliError> {
+    let list = |mut s: Sandboxes| async move { s.list(ListRequest { ended }).await };
     let mut found = client.call("cannot list sandboxes", list).await?.into_inner().sandboxes;
     found.sort_by(|a, b| (a.created_at_ms, &a.id).cmp(&(b.created_at_ms, &b.id)));
     Ok(found)
 }
 
 /// `hearth ls`.
-pub(super) async fn ls(context: &Context) -> Result<u8, CliError> {
+pub(super) async fn ls(args: LsArgs, context: &Context) -> Result<u8, CliError> {
     let client = Client::connect(&context.addr, context.json).await?;
-    let found = all(&client).await?;
+    let found = all(&client, args.all).await?;
     if context.json {
         out::json(&found.iter().map(view::sandbox).collect::<Vec<_>>())?;
     } else {
@@ -101,7 +109,7 @@ pub(super) async fn inspect(args: InspectArgs, context: &Context) -> Result<u8, 
     let what = format!("cannot inspect sandbox {:?}", args.name.as_str());
     let get = |mut s: Sandboxes| {
         let sandbox = args.name.to_string();
-        async move { s.get(GetRequest { sandbox }).await }
+        async move { s.get(GetRequest { sandbox, ended: true }).await }
     };
     let Some(sandbox) = client.call(&what, get).await?.into_inner().sandbox else {
         return Err(CliError::failed(what, "the daemon's answer is empty"));
@@ -146,7 +154,7 @@ pub(super) async fn rm(args: RmArgs, context: &Context) -> Result<u8, CliError> 
     let client = Client::connect(&context.addr, context.json).await?;
     let names: Vec<String> = if args.all {
         // By id: a name could be another life's by the time its turn comes.
-        all(&client).await?.into_iter().map(|s| s.id).collect()
+        all(&client, false).await?.into_iter().map(|s| s.id).collect()
     } else {
         args.names.iter().map(SandboxName::to_string).collect()
     };

@@ -3,11 +3,11 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use comfy_table::{Cell, Color, ContentArrangement, Table};
-use hearth_api::v1::{Holder, Left, Sandbox, Stuck};
+use hearth_api::v1::{CgroupCounters, Exit, Holder, Left, Sandbox, Stuck};
 use hearth_core::block::DiskStats;
 use serde_json::{Value, json};
 
-use super::out;
+use super::{out, stats};
 
 /// A sandbox as JSON.
 pub(super) fn sandbox(s: &Sandbox) -> Value {
@@ -31,6 +31,7 @@ pub(super) fn sandbox(s: &Sandbox) -> Value {
         "unreachable": (!s.unreachable.is_empty()).then_some(&s.unreachable),
         "disk_rate": disk_rate(s),
         "disks": disks(s),
+        "exit": s.exit.as_ref().map(exit),
         "resources": s.resources,
         "steps": steps(s),
     })
@@ -74,6 +75,38 @@ fn disks(s: &Sandbox) -> Value {
         object
     };
     Value::Array(stats.iter().map(disk).collect())
+}
+
+fn exit(e: &Exit) -> Value {
+    let cgroup = |c: &CgroupCounters| {
+        json!({
+            "cpu_us": c.cpu_us,
+            "memory_bytes": c.memory_bytes,
+            "memory_peak_bytes": c.memory_peak_bytes,
+            "oom_kills": c.oom_kills,
+            "read_bytes": c.read_bytes,
+            "written_bytes": c.written_bytes,
+        })
+    };
+    json!({
+        "reason": e.reason,
+        "code": e.code,
+        "signal": e.signal,
+        "at_ms": e.at_ms,
+        "detail": e.detail,
+        "wall_ms": e.wall_ms,
+        "cpu_us": e.cpu_us,
+        "usage": e.usage.as_ref().map(stats::usage),
+        "cgroup": e.cgroup.as_ref().map(cgroup),
+        "guest_oom_kills": e.guest_oom_kills,
+    })
+}
+
+/// How and when it ended, in a few words; empty while it runs.
+fn ended(s: &Sandbox, now: u64) -> String {
+    s.exit
+        .as_ref()
+        .map_or_else(String::new, |e| format!("{} {} ago", e.reason, span(now.saturating_sub(e.at_ms))))
 }
 
 fn stuck(why: &str, stuck: &Stuck) -> Value {
@@ -161,7 +194,7 @@ pub(super) fn bytes(n: u64) -> String {
 /// The table of `hearth ls`.
 pub(super) fn sandboxes(list: &[Sandbox], width: Option<u16>) -> String {
     let now = now_ms();
-    let header = ["NAME", "ID", "TEMPLATE", "STATE", "VMM", "AGE", "ENDS", "ADDRESS", "TROUBLE"];
+    let header = ["NAME", "ID", "TEMPLATE", "STATE", "VMM", "AGE", "ENDS", "ADDRESS", "ENDED", "TROUBLE"];
     let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
     let rows: Vec<Vec<String>> = list
         .iter()
@@ -184,6 +217,7 @@ pub(super) fn sandboxes(list: &[Sandbox], width: Option<u16>) -> String {
                 age,
                 ends,
                 or_dash(&s.address),
+                ended(s, now),
                 trouble(s, now),
             ]
         })
@@ -191,8 +225,11 @@ pub(super) fn sandboxes(list: &[Sandbox], width: Option<u16>) -> String {
     // On a narrow terminal whole columns go, the least needed first: a wrapped table cannot be read.
     const LEAST_NEEDED: [&str; 5] = ["ID", "VMM", "TEMPLATE", "ADDRESS", "ENDS"];
     let mut shown: Vec<usize> = (0..header.len()).collect();
-    if rows.iter().all(|row| row.last().is_some_and(String::is_empty)) {
-        shown.pop();
+    for empty in ["TROUBLE", "ENDED"] {
+        let column = header.iter().position(|h| *h == empty);
+        if let Some(i) = column.filter(|&i| rows.iter().all(|row| row[i].is_empty())) {
+            shown.retain(|&shown| shown != i);
+        }
     }
     for name in LEAST_NEEDED {
         if width.is_some_and(|w| usize::from(w) < needed(&header, &rows, &shown)) {

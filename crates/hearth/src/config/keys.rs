@@ -3,8 +3,8 @@
 
 use super::value::{ConfigValue, Given};
 use super::{
-    BackupConfig, EventsConfig, LogConfig, LogFormat, NetworkConfig, ReclaimConfig, ReconcileConfig,
-    ShutdownConfig,
+    BackupConfig, EventsConfig, ExitsConfig, LogConfig, LogFormat, NetworkConfig, ReclaimConfig,
+    ReconcileConfig, ShutdownConfig, StatsConfig,
 };
 use super::{Config, ReclaimMode, ReconcileAction, ShutdownMode, VmmChoice};
 
@@ -127,6 +127,19 @@ pub(crate) static KEYS: &[Key] = &[
         reconcile.max_share_percent,
         "Share of what is seen that one pass may release"
     ),
+    key!(
+        "stats.interval_seconds",
+        "N",
+        stats.interval_seconds,
+        "Between two samples of a sandbox's use; 0: none"
+    ),
+    key!(
+        "exits.keep_seconds",
+        "N",
+        exits.keep_seconds,
+        "How long it is kept how a sandbox ended; 0: not at all"
+    ),
+    key!("exits.keep_count", "N", exits.keep_count, "How many ends are kept at most; the oldest go first"),
     key!("shutdown.mode", "MODE", shutdown.mode, "detach, drain or kill: sandboxes when the daemon stops"),
     key!("shutdown.drain_seconds", "N", shutdown.drain_seconds, "How long drain waits"),
     key!(
@@ -201,6 +214,8 @@ impl Default for Config {
                 min_age_seconds: 20,
                 max_share_percent: 20,
             },
+            stats: StatsConfig { interval_seconds: 10 },
+            exits: ExitsConfig { keep_seconds: 3600, keep_count: 1000 },
             shutdown: ShutdownConfig { mode: ShutdownMode::Detach, drain_seconds: 600 },
             events: EventsConfig { keep_mib: 32 },
             webhook: Default::default(),

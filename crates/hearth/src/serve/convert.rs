@@ -78,6 +78,7 @@ pub(crate) fn sandbox<H: Host>(view: &View, engine: &Engine<H>) -> v1::Sandbox {
         disk_iops: record.spec.disk_rate.iops,
         disk_burst_ms: record.spec.disk_rate.burst_ms,
         disk_stats: String::new(),
+        exit: view.exit.as_ref().map(super::stats::exit),
     }
 }
 

@@ -12,6 +12,7 @@ mod node;
 mod sandboxes;
 mod signals;
 mod standalone;
+mod stats;
 mod status;
 mod supervisor;
 mod templates;
@@ -34,8 +35,8 @@ use hearth_core::host::Host;
 use hearth_host::kernel_host::{HostConfig, KernelHost};
 use hearth_host::lock::InstanceClaim;
 use hearth_node::{
-    Ask, Engine, EngineConfig, EngineError, Events, JournalConfig, Phase, Reclaim, ReclaimMode, Reconcile,
-    ReconcileAction,
+    Ask, Engine, EngineConfig, EngineError, Events, JournalConfig, KeepExits, Phase, Reclaim, ReclaimMode,
+    Reconcile, ReconcileAction,
 };
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -386,6 +387,11 @@ fn engine_config(config: &Config, boot_id: &str) -> anyhow::Result<EngineConfig>
             keep_bytes: config.events.keep_mib << 20,
             boot_id: boot_id.to_owned(),
         }),
+        stats_interval: Duration::from_secs(config.stats.interval_seconds),
+        exits: KeepExits {
+            keep: Duration::from_secs(config.exits.keep_seconds),
+            most: config.exits.keep_count,
+        },
     })
 }
 

@@ -19,7 +19,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::convert::{self, parse};
-use super::{Node, logs, traces};
+use super::{Node, logs, stats, traces};
 
 type Reply<T> = Result<Response<T>, Status>;
 type Messages<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -125,25 +125,38 @@ impl<H: Host> SandboxService for Sandboxes<H> {
     }
 
     async fn get(&self, request: Request<v1::GetRequest>) -> Reply<v1::GetResponse> {
-        let (engine, key) = (&self.0.engine, request.into_inner().sandbox);
+        let engine = &self.0.engine;
+        let v1::GetRequest { sandbox: key, ended } = request.into_inner();
         let mut unknown = engine.unknown().map_err(|e| convert::status(&e))?;
         let sandbox = match unknown.remove(&key) {
             Some(why) => convert::unknown(key, why),
-            None => {
-                let view = engine.get(&key).map_err(|e| convert::status(&e))?;
-                let disk_stats = disk_stats(&view).await;
-                v1::Sandbox { disk_stats, ..convert::sandbox(&view, engine) }
-            }
+            None => match engine.get(&key) {
+                Ok(view) => {
+                    let disk_stats = disk_stats(&view).await;
+                    v1::Sandbox { disk_stats, ..convert::sandbox(&view, engine) }
+                }
+                Err(EngineError::NotFound(_)) if ended => {
+                    stats::ended(&*engine.ended(&key).map_err(|e| convert::status(&e))?)
+                }
+                Err(e) => return Err(convert::status(&e)),
+            },
         };
         Ok(Response::new(v1::GetResponse { sandbox: Some(sandbox) }))
     }
 
-    async fn list(&self, _: Request<v1::ListRequest>) -> Reply<v1::ListResponse> {
+    async fn list(&self, request: Request<v1::ListRequest>) -> Reply<v1::ListResponse> {
         let engine = &self.0.engine;
         let views = engine.list().map_err(|e| convert::status(&e))?;
         let unknown = engine.unknown().map_err(|e| convert::status(&e))?;
         let known = views.iter().map(|v| convert::sandbox(v, engine));
-        let sandboxes = known.chain(unknown.into_iter().map(|(id, why)| convert::unknown(id, why))).collect();
+        let mut sandboxes: Vec<v1::Sandbox> =
+            known.chain(unknown.into_iter().map(|(id, why)| convert::unknown(id, why))).collect();
+        if request.into_inner().ended {
+            let ended = engine.all_ended().map_err(|e| convert::status(&e))?;
+            // One that is about to go is kept already.
+            let gone = ended.iter().filter(|k| views.iter().all(|v| v.record.id != k.id));
+            sandboxes.extend(gone.map(|kept| stats::ended(kept)));
+        }
         Ok(Response::new(v1::ListResponse { sandboxes }))
     }
 
@@ -193,6 +206,12 @@ impl<H: Host> SandboxService for Sandboxes<H> {
         let request = request.into_inner();
         let mut shim = self.0.engine.connected(&request.sandbox).await.map_err(|e| convert::status(&e))?;
         shim.resize_exec(request).await
+    }
+
+    async fn stats(&self, request: Request<v1::StatsRequest>) -> Reply<v1::StatsResponse> {
+        let node = Arc::clone(&self.0);
+        let key = request.into_inner().sandbox;
+        self.0.call(async move { stats::of(&node.engine, &key).await }).await.map(Response::new)
     }
 
     async fn logs(&self, request: Request<v1::LogsRequest>) -> Reply<Self::LogsStream> {

@@ -119,5 +119,7 @@ fn private(base: &Config, i: u32) -> anyhow::Result<Config> {
     // What an earlier one of this place left is gone before this one begins.
     config.reclaim.mode = ReclaimMode::Blocking;
     config.reclaim.budget_seconds = 30;
+    // Nobody could ask for them afterwards.
+    config.exits.keep_seconds = 0;
     Ok(config)
 }

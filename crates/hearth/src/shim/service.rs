@@ -10,7 +10,7 @@ use hearth_api::shim::info_response::State;
 use hearth_api::shim::shim_service_server::ShimService;
 use hearth_api::shim::{
     BlockStatsRequest, BlockStatsResponse, BootRequest, BootResponse, InfoRequest, InfoResponse, StopRequest,
-    StopResponse, WatchRequest,
+    StopResponse, UsageRequest, UsageResponse, WatchRequest,
 };
 use hearth_api::v1::{
     ExecInput, ResizeExecRequest, ResizeExecResponse, SignalExecRequest, SignalExecResponse,
@@ -154,9 +154,25 @@ impl ShimService for Service {
         Ok(Response::new(BlockStatsResponse { disks }))
     }
 
+    async fn usage(&self, _: Request<UsageRequest>) -> Answer<UsageResponse> {
+        match self.machine.usage().await {
+            // Numbers always serialize.
+            Ok(usage) => {
+                Ok(Response::new(UsageResponse { usage: serde_json::to_string(&usage).unwrap_or_default() }))
+            }
+            Err(MachineError::Exited(record)) => Err(status::exited(&record)),
+            Err(e) => Err(status::of_machine(&e)),
+        }
+    }
+
     async fn stop(&self, request: Request<StopRequest>) -> Answer<StopResponse> {
-        let grace = Duration::from_millis(request.into_inner().grace_ms);
-        match self.machine.stop(grace).await {
+        let StopRequest { grace_ms, policy } = request.into_inner();
+        let grace = Duration::from_millis(grace_ms);
+        let stopped = match policy.as_str() {
+            "" => self.machine.stop(grace).await,
+            why => self.machine.stop_by_policy(grace, why).await,
+        };
+        match stopped {
             Ok(record) => Ok(Response::new(StopResponse { exit: json(&record) })),
             Err(e) => Err(status::of_machine(&e)),
         }

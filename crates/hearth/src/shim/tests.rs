@@ -64,6 +64,7 @@ fn spec(dir: &TempDir, program: PathBuf) -> ShimSpec {
         run_dir: dir.path().join("run"),
         state_dir: dir.path().join("state"),
         console_cap_bytes: 4096,
+        stats_interval_ms: 0,
     };
     std::fs::create_dir_all(&spec.run_dir).unwrap();
     std::fs::create_dir_all(&spec.state_dir).unwrap();
@@ -108,7 +109,8 @@ impl Shim {
     }
 
     async fn stop(mut self, grace_ms: u64) -> ExitRecord {
-        let answer = self.client.stop(StopRequest { grace_ms }).await.unwrap().into_inner();
+        let answer =
+            self.client.stop(StopRequest { grace_ms, ..Default::default() }).await.unwrap().into_inner();
         let ended = tokio::time::timeout(Duration::from_secs(10), self.server.join_next()).await;
         ended.expect("the shim ends by itself").unwrap().unwrap().unwrap();
         let mut left: Vec<_> =

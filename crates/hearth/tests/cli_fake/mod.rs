@@ -11,8 +11,8 @@ use hearth_api::v1::sandbox_service_server::{SandboxService, SandboxServiceServe
 use hearth_api::v1::{
     CreateProgress, CreateRequest, DeleteRequest, DeleteResponse, ExecExit, ExecInput, ExecOutput,
     ExecStarted, GetRequest, GetResponse, ListRequest, ListResponse, LogsChunk, LogsRequest,
-    ResizeExecRequest, ResizeExecResponse, Sandbox, SignalExecRequest, SignalExecResponse, StepStarted,
-    StepTime,
+    ResizeExecRequest, ResizeExecResponse, Sandbox, SignalExecRequest, SignalExecResponse, StatsRequest,
+    StatsResponse, StepStarted, StepTime,
 };
 use tokio::sync::{mpsc, watch};
 use tokio_stream::Stream;
@@ -271,6 +271,10 @@ impl SandboxService for Fake {
         _: Request<ResizeExecRequest>,
     ) -> Result<Response<ResizeExecResponse>, Status> {
         Ok(Response::new(ResizeExecResponse {}))
+    }
+
+    async fn stats(&self, _: Request<StatsRequest>) -> Result<Response<StatsResponse>, Status> {
+        Ok(Response::new(StatsResponse::default()))
     }
 
     async fn logs(&self, _: Request<LogsRequest>) -> Result<Response<Self::LogsStream>, Status> {

@@ -14,8 +14,14 @@ use hearth_host::net::netns;
 use crate::http::{get, get_with};
 use crate::node::{Node, Wish, cannot};
 
-const PROCESS: Wish =
-    Wish { test: "process_vmm = true", slot_pool: 1, prefix_len: 20, env: &[], own_state: false };
+const PROCESS: Wish = Wish {
+    test: "process_vmm = true",
+    slot_pool: 1,
+    prefix_len: 20,
+    env: &[],
+    keep_exits: 0,
+    own_state: false,
+};
 
 /// The layout that the harness configures.
 pub fn layout(node: &Node) -> SlotLayout {

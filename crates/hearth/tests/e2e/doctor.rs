@@ -15,8 +15,14 @@ use crate::node::{Node, Wish, cannot, hearth, in_path, text};
 
 const NOBODY: &str = "nobodynobodynobo";
 
-const WISH: Wish =
-    Wish { test: "process_vmm = true", slot_pool: 2, prefix_len: 20, env: &[], own_state: false };
+const WISH: Wish = Wish {
+    test: "process_vmm = true",
+    slot_pool: 2,
+    prefix_len: 20,
+    env: &[],
+    keep_exits: 0,
+    own_state: false,
+};
 
 /// One diagnosis, and the exit code.
 fn doctor(node: &Node) -> (i32, Value) {

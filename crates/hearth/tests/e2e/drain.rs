@@ -13,8 +13,14 @@ use tonic_types::StatusExt as _;
 use crate::http::{channel, get, get_with, wait_for};
 use crate::node::{Node, Wish, cannot, text};
 
-const PROCESS: Wish =
-    Wish { test: "process_vmm = true", slot_pool: 1, prefix_len: 24, env: &[], own_state: false };
+const PROCESS: Wish = Wish {
+    test: "process_vmm = true",
+    slot_pool: 1,
+    prefix_len: 24,
+    env: &[],
+    keep_exits: 0,
+    own_state: false,
+};
 
 fn create(name: &str) -> [&str; 8] {
     ["create", "busybox", "--name", name, "--vmm", "process", "--disk", "16"]
@@ -120,7 +126,8 @@ async fn none_is_admitted_after_a_drain_answered() {
         }
         let mut drain = nodes.drain(v1::DrainRequest { wait: false }).await.unwrap().into_inner();
         drain.message().await.unwrap().unwrap();
-        let admitted = sandboxes.clone().list(v1::ListRequest {}).await.unwrap().into_inner().sandboxes;
+        let admitted =
+            sandboxes.clone().list(v1::ListRequest::default()).await.unwrap().into_inner().sandboxes;
         let admitted: Vec<String> = admitted.into_iter().map(|s| s.name).collect();
         for (name, created) in creates.join_all().await {
             match created {
@@ -137,7 +144,7 @@ async fn none_is_admitted_after_a_drain_answered() {
                 }
             }
         }
-        let there = sandboxes.clone().list(v1::ListRequest {}).await.unwrap().into_inner().sandboxes;
+        let there = sandboxes.clone().list(v1::ListRequest::default()).await.unwrap().into_inner().sandboxes;
         assert_eq!(there.len(), admitted.len());
         node.ok(&["rm", "--all"]);
         let mut drained = nodes.drain(v1::DrainRequest { wait: true }).await.unwrap().into_inner();

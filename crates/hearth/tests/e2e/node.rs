@@ -29,13 +29,15 @@ pub struct Wish {
     pub prefix_len: u8,
     /// Environment of the daemon.
     pub env: &'static [(&'static str, &'static str)],
+    /// Seconds for which it is kept how sandboxes ended; else nothing is left of them.
+    pub keep_exits: u32,
     /// Uses an empty state directory instead of the prepared one.
     pub own_state: bool,
 }
 
 impl Default for Wish {
     fn default() -> Self {
-        Self { test: "", slot_pool: 1, prefix_len: 24, env: &[], own_state: false }
+        Self { test: "", slot_pool: 1, prefix_len: 24, env: &[], keep_exits: 0, own_state: false }
     }
 }
 
@@ -112,11 +114,12 @@ impl Node {
         let config = dir.path().join("hearth.toml");
         let text = format!(
             "instance = {instance:?}\nstate_dir = {state:?}\nrun_dir = {run:?}\n\
-             [network]\ncidr = \"10.77.0.0/{len}\"\nslot_pool = {pool}\nveth_prefix = \"hxv\"\n[test]\n{test}\n",
+             [network]\ncidr = \"10.77.0.0/{len}\"\nslot_pool = {pool}\nveth_prefix = \"hxv\"\n[exits]\nkeep_seconds = {keep}\n[stats]\ninterval_seconds = 1\n[test]\n{test}\n",
             run = dir.path().join("r"),
             test = wish.test,
             len = wish.prefix_len,
             pool = wish.slot_pool,
+            keep = wish.keep_exits,
         );
         fs::write(&config, text).unwrap();
         let node = Self {
@@ -351,10 +354,13 @@ fn remove_empty(dir: &Path) {
         let path = entry.unwrap().path();
         if path.is_dir() {
             remove_empty(&path);
-        } else if path
-            .file_name()
-            .is_some_and(|n| n == "lock" || n == "sysctl.json" || n == "host-firewall.json" || is_journal(n))
-        {
+        } else if path.file_name().is_some_and(|n| {
+            dir.ends_with("exits")
+                || n == "lock"
+                || n == "sysctl.json"
+                || n == "host-firewall.json"
+                || is_journal(n)
+        }) {
             fs::remove_file(path).unwrap();
         }
     }

@@ -237,6 +237,7 @@ const WISH: Wish = Wish {
     slot_pool: 0,
     prefix_len: 20,
     env: &[],
+    keep_exits: 0,
     own_state: false,
 };
 

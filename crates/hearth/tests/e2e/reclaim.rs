@@ -171,6 +171,7 @@ const WISH: Wish = Wish {
     slot_pool: 1,
     prefix_len: 20,
     env: &[],
+    keep_exits: 0,
     own_state: false,
 };
 

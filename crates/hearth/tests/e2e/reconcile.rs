@@ -20,6 +20,7 @@ const ON_DEMAND: Wish = Wish {
     slot_pool: 1,
     prefix_len: 20,
     env: &[],
+    keep_exits: 0,
     own_state: false,
 };
 

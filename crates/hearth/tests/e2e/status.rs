@@ -87,8 +87,8 @@ async fn everything_answers_while_starting() {
     let create = v1::CreateRequest { template: "busybox".into(), ..Default::default() };
     let mut stream = sandboxes.create(create).await.unwrap().into_inner();
     let refused = stream.message().await.unwrap_err();
-    let listed = sandboxes.list(v1::ListRequest {}).await.unwrap_err();
-    let got = sandboxes.get(v1::GetRequest { sandbox: "x".into() }).await.unwrap_err();
+    let listed = sandboxes.list(v1::ListRequest::default()).await.unwrap_err();
+    let got = sandboxes.get(v1::GetRequest { sandbox: "x".into(), ..Default::default() }).await.unwrap_err();
     for status in [refused, listed, got] {
         assert_eq!(status.code(), Code::Unavailable, "{status}");
         assert!(status.get_details_retry_info().unwrap().retry_delay.is_some(), "{status}");

@@ -121,8 +121,14 @@ fn top(node: &Node) -> Command {
     command
 }
 
-const WISH: Wish =
-    Wish { test: "process_vmm = true", slot_pool: 1, prefix_len: 24, env: &[], own_state: false };
+const WISH: Wish = Wish {
+    test: "process_vmm = true",
+    slot_pool: 1,
+    prefix_len: 24,
+    env: &[],
+    keep_exits: 0,
+    own_state: false,
+};
 
 #[test]
 fn top_shows_a_sandbox_deletes_it_and_gives_the_terminal_back() {

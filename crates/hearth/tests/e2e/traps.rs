@@ -19,8 +19,14 @@ pub use crowd::create_all;
 use crate::node::{Node, Wish, cannot, children, text};
 
 /// No prepared slots: one that is given back is removed.
-pub const PROCESS: Wish =
-    Wish { test: "process_vmm = true", slot_pool: 0, prefix_len: 20, env: &[], own_state: false };
+pub const PROCESS: Wish = Wish {
+    test: "process_vmm = true",
+    slot_pool: 0,
+    prefix_len: 20,
+    env: &[],
+    keep_exits: 0,
+    own_state: false,
+};
 
 /// Arguments that make a sandbox.
 pub fn create(name: &str) -> [&str; 8] {

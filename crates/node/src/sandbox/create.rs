@@ -188,6 +188,7 @@ impl<H: Host> Sandbox<H> {
             run_dir: self.run_dir.clone(),
             state_dir,
             console_cap_bytes: config.console_cap_bytes,
+            stats_interval_ms: u64::try_from(config.stats_interval.as_millis()).unwrap_or(u64::MAX),
         })
     }
 

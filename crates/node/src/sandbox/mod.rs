@@ -11,6 +11,7 @@
 //! Only the task changes the record and the host. Everybody else sends a [`Command`] or reads the [`View`].
 
 mod create;
+mod ended;
 mod places;
 mod release;
 mod shim_end;
@@ -30,6 +31,7 @@ use tokio_util::sync::CancellationToken;
 use crate::shim_client::Client;
 use crate::trace::TraceContext;
 
+pub(crate) use ended::By;
 pub(crate) use task::{Begin, Sandbox};
 
 /// What others see of a sandbox.
@@ -58,8 +60,9 @@ pub struct StepStarted(pub Step);
 /// What may be asked of a sandbox's task.
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// Release everything; the answer comes when all is gone, or says what is stuck. With the span it is part of.
-    Delete(oneshot::Sender<Result<(), String>>, TraceContext),
+    /// Release everything; the answer comes when all is gone, or says what is stuck. With who wants it and the span it is
+    /// part of.
+    Delete(oneshot::Sender<Result<(), String>>, By, TraceContext),
 }
 
 /// How others reach a sandbox.
@@ -88,15 +91,15 @@ pub(crate) enum DeleteError {
 
 impl Handle {
     /// Deletes and waits for the outcome.
-    pub(crate) async fn delete(&self) -> Result<(), DeleteError> {
-        self.delete_within(TraceContext::new()).await
+    pub(crate) async fn delete(&self, by: By) -> Result<(), DeleteError> {
+        self.delete_within(by, TraceContext::new()).await
     }
 
     /// The same below a span.
-    pub(crate) async fn delete_within(&self, trace: TraceContext) -> Result<(), DeleteError> {
+    pub(crate) async fn delete_within(&self, by: By, trace: TraceContext) -> Result<(), DeleteError> {
         self.cancel.cancel();
         let (answer, outcome) = oneshot::channel();
-        let told = match self.commands.send(Command::Delete(answer, trace)).await {
+        let told = match self.commands.send(Command::Delete(answer, by, trace)).await {
             Ok(()) => tokio::select! {
                 biased;
                 outcome = outcome => outcome.ok(),
@@ -157,7 +160,8 @@ mod tests {
                 to_end.send(receiver).expect("the other thread");
                 together.wait();
                 let soon = Duration::from_secs(10);
-                let answer = runtime.block_on(async { tokio::time::timeout(soon, handle.delete()).await });
+                let answer =
+                    runtime.block_on(async { tokio::time::timeout(soon, handle.delete(By::User)).await });
                 assert!(matches!(answer, Ok(Err(DeleteError::Ended))), "round {round}: {answer:?}");
             }
             drop(to_end);

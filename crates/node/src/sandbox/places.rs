@@ -19,7 +19,7 @@ use crate::trace;
 impl<H: Host> Sandbox<H> {
     /// Has the shim kill its VM.
     pub(super) async fn stop_shim(&self, client: &Client) -> Result<(), String> {
-        self.part(ReleaseStep::Stop, |why| why, shim_client::stop(client, GENTLE)).await
+        self.part(ReleaseStep::Stop, |why| why, shim_client::stop(client, GENTLE, self.by.policy())).await
     }
 
     /// Releases one resource that is no part of a slot.

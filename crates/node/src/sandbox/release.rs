@@ -61,6 +61,7 @@ impl<H: Host> Sandbox<H> {
             self.release_one(&run_dir, &mut left).await;
         }
         if left.is_empty() {
+            self.keep_end(other_boot).await;
             // Last, since the record lies in it.
             self.release_kind(Kind::Directory, &mut left).await;
         }

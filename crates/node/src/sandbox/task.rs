@@ -19,7 +19,7 @@ use hearth_core::stuck::{Left, Stuck};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::{Command, StepStarted, View, shim_end};
+use super::{By, Command, StepStarted, View, shim_end};
 use crate::blocking::{blocking, on_host};
 use crate::engine::{Context, now_ms};
 use crate::error::EngineError;
@@ -86,6 +86,8 @@ pub(crate) struct Sandbox<H> {
     pub(crate) trace: TraceContext,
     /// When its release began.
     pub(crate) ending: Option<Instant>,
+    /// Who ends it, should it be ended now.
+    pub(crate) by: By,
 }
 
 impl<H: Host> Sandbox<H> {
@@ -104,6 +106,7 @@ impl<H: Host> Sandbox<H> {
                             return;
                         }
                     } else {
+                        self.by = By::Daemon("whoever asked for it went away".into());
                         tracing::info!(sandbox = %self.record.id, "the caller went away, taking it back");
                         self.tell(EventKind::SandboxDeleting, "the caller went away");
                     }
@@ -131,6 +134,7 @@ impl<H: Host> Sandbox<H> {
                 // How its VM ended while no daemon looked.
                 self.show_exit();
                 self.tell(EventKind::SandboxDeleting, &why);
+                self.by = By::Daemon(why.clone());
                 tracing::info!(sandbox = %self.record.id, name = %self.record.name, "releasing: {why}");
                 // Thousands may have to go after a reboot; creations must not queue behind them.
                 let context = Arc::clone(&self.context);
@@ -255,7 +259,7 @@ impl<H: Host> Sandbox<H> {
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
                 // What may be alive and another's is not killed on request either.
-                Some(Command::Delete(answer, _)) = self.commands.recv() => drop(answer.send(Err(why))),
+                Some(Command::Delete(answer, ..)) = self.commands.recv() => drop(answer.send(Err(why))),
                 () = self.context.detach.cancelled() => return Judged::Detached,
             }
         }
@@ -271,7 +275,10 @@ impl<H: Host> Sandbox<H> {
             biased;
             () = self.context.detach.cancelled() => End::Detached,
             () = &mut ended => End::VmEnded,
-            Some(Command::Delete(answer, trace)) = self.commands.recv() => End::Deleted(answer, trace),
+            Some(Command::Delete(answer, by, trace)) = self.commands.recv() => {
+                self.by = by;
+                End::Deleted(answer, trace)
+            }
             never = stay_connected(&self.view, &self.run_dir) => match never {},
         };
         match end {
@@ -315,7 +322,8 @@ impl<H: Host> Sandbox<H> {
             }
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
-                Some(Command::Delete(answer, trace)) = self.commands.recv() => {
+                Some(Command::Delete(answer, by, trace)) = self.commands.recv() => {
+                    self.by = by;
                     self.trace = trace;
                     waiting.push(answer);
                 }
@@ -338,7 +346,7 @@ impl<H: Host> Sandbox<H> {
         for answer in waiting {
             drop(answer.send(Ok(())));
         }
-        while let Ok(Command::Delete(answer, _)) = self.commands.try_recv() {
+        while let Ok(Command::Delete(answer, ..)) = self.commands.try_recv() {
             drop(answer.send(Ok(())));
         }
     }
@@ -383,14 +391,7 @@ async fn stay_connected(view: &watch::Sender<View>, run_dir: &Path) -> Infallibl
 
 /// What is said of a VM whose shim ended without a word: it ended with it.
 fn shim_died() -> ExitRecord {
-    ExitRecord {
-        schema: ExitRecord::SCHEMA,
-        reason: ExitReason::VmmFailed,
-        code: None,
-        signal: None,
-        at_ms: now_ms(),
-        detail: "its shim died, and the VM with it".into(),
-    }
+    ExitRecord::new(ExitReason::VmmFailed, now_ms(), "its shim died, and the VM with it")
 }
 
 fn cancelled(name: &str) -> EngineError {

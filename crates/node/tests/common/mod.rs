@@ -12,7 +12,8 @@ use std::time::Duration;
 use futures::Stream;
 use hearth_api::shim::shim_service_server::{ShimService, ShimServiceServer};
 use hearth_api::shim::{
-    BootRequest, BootResponse, InfoRequest, InfoResponse, StopRequest, StopResponse, WatchRequest,
+    BootRequest, BootResponse, InfoRequest, InfoResponse, StopRequest, StopResponse, UsageRequest,
+    UsageResponse, WatchRequest,
 };
 use hearth_api::v1::{
     ExecInput, ExecOutput, ResizeExecRequest, ResizeExecResponse, SignalExecRequest, SignalExecResponse,
@@ -23,8 +24,8 @@ use hearth_core::resource::Resource;
 use hearth_core::shim::{SHIM_PROTOCOL, SHIM_SOCKET, ShimSpec};
 use hearth_core::spec::VmmKind;
 use hearth_node::{
-    Engine, EngineConfig, EngineError, Failpoints, Kill9, NewSandbox, Phase, Reclaim, ReclaimMode, Reconcile,
-    ReconcileAction, View, Vmms,
+    Engine, EngineConfig, EngineError, Failpoints, KeepExits, Kill9, NewSandbox, Phase, Reclaim, ReclaimMode,
+    Reconcile, ReconcileAction, View, Vmms,
 };
 use hearth_testkit::FakeHost;
 use tokio::sync::mpsc;
@@ -111,6 +112,8 @@ impl Bench {
             disk_rate: Default::default(),
             console_cap_bytes: 4096,
             journal: None,
+            stats_interval: Duration::ZERO,
+            exits: KeepExits { keep: Duration::from_secs(60), most: 100 },
         }
     }
 
@@ -247,6 +250,10 @@ impl ShimService for FakeShim {
         _: Request<hearth_api::shim::BlockStatsRequest>,
     ) -> Result<Response<hearth_api::shim::BlockStatsResponse>, Status> {
         Err(Status::unimplemented("a fake shim has no disks"))
+    }
+
+    async fn usage(&self, _: Request<UsageRequest>) -> Result<Response<UsageResponse>, Status> {
+        Err(Status::unimplemented("a shim of an older release"))
     }
 
     async fn stop(&self, _: Request<StopRequest>) -> Result<Response<StopResponse>, Status> {

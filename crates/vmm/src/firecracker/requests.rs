@@ -83,6 +83,12 @@ pub(super) struct Serial<'a> {
     pub(super) serial_out_path: &'a str,
 }
 
+/// `PUT /metrics`.
+#[derive(Debug, Serialize)]
+pub(super) struct Metrics<'a> {
+    pub(super) metrics_path: &'a Path,
+}
+
 /// `PUT /actions`.
 #[derive(Debug, Serialize)]
 pub(super) struct Action {
@@ -140,6 +146,10 @@ mod tests {
         assert_eq!(
             json(&Serial { serial_out_path: "/proc/self/fd/3" }),
             r#"{"serial_out_path":"/proc/self/fd/3"}"#
+        );
+        assert_eq!(
+            json(&Metrics { metrics_path: Path::new("/r/metrics.fifo") }),
+            r#"{"metrics_path":"/r/metrics.fifo"}"#
         );
         assert_eq!(json(&Action { action_type: "InstanceStart" }), r#"{"action_type":"InstanceStart"}"#);
         assert_eq!(json(&VmState { state: "Paused" }), r#"{"state":"Paused"}"#);

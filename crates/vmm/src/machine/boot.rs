@@ -8,6 +8,7 @@ use hearth_core::network::{GUEST_ADDRESS, TAP_ADDRESS, TAP_PREFIX_LEN};
 use hearth_core::shim::ShimSpec;
 use tokio::time::{Instant, timeout_at};
 
+use super::handle::tell;
 use super::stop::Cause;
 use super::{Command, Live, Machine, chain, or_stop};
 use crate::agent::{AgentClient, AgentClientError};
@@ -53,13 +54,14 @@ impl Machine {
     /// Until the guest is ready, or the reason why it will not be.
     pub(super) async fn boot(&mut self, live: &mut Live) -> Result<Option<AgentClient>, Cause> {
         let spec = self.spec.clone();
-        let boot = prepare(&spec, live.vmm.as_mut());
+        let Live { vmm, process, disks, meter, .. } = live;
+        let boot = prepare(&spec, vmm.as_mut());
         tokio::pin!(boot);
         loop {
             let command = tokio::select! {
                 biased;
-                ended = live.process.ended() => return Err(Cause::Ended(ended)),
-                failure = live.disks.failed() => return Err(failure.into()),
+                ended = process.ended() => return Err(Cause::Ended(ended)),
+                failure = disks.failed() => return Err(failure.into()),
                 () = self.end.reached() => return Err(Cause::EndTime),
                 outcome = &mut boot => {
                     return outcome.map_err(|e| Cause::Failed {
@@ -72,7 +74,9 @@ impl Machine {
             match command {
                 Command::Boot => {}
                 // No guest yet to be asked.
-                Command::Stop { .. } => return Err(Cause::Stop { grace: Duration::ZERO }),
+                Command::Stop { policy, .. } => return Err(Cause::Stop { grace: Duration::ZERO, policy }),
+                Command::Fail { reason, why } => return Err(Cause::Broken { reason, why }),
+                Command::Usage(reply) => tell(reply, meter.sample()),
                 other => other.refuse(),
             }
         }

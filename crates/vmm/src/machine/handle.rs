@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use hearth_core::block::DiskStats;
-use hearth_core::exit::ExitRecord;
+use hearth_core::exit::{ExitReason, ExitRecord};
+use hearth_core::usage::Usage;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::agent::AgentClient;
@@ -54,7 +55,17 @@ fn detail(record: &ExitRecord) -> String {
 
 pub(super) enum Command {
     Boot,
-    Stop { grace: Duration },
+    Stop {
+        grace: Duration,
+        /// Why, if it is no user who asks.
+        policy: Option<String>,
+    },
+    /// What the VM depends on is broken.
+    Fail {
+        reason: ExitReason,
+        why: String,
+    },
+    Usage(oneshot::Sender<Usage>),
     Pause(oneshot::Sender<Result<(), MachineError>>),
     Resume(oneshot::Sender<Result<(), MachineError>>),
 }
@@ -66,6 +77,13 @@ impl Command {
             // The caller may have gone.
             drop(reply.send(Err(MachineError::NotRunning)));
         }
+    }
+}
+
+/// Answers a question; whoever asked may have gone.
+pub(super) fn tell<T>(reply: oneshot::Sender<T>, value: T) {
+    if reply.send(value).is_err() {
+        tracing::debug!("nobody waits for an answer any more");
     }
 }
 
@@ -119,7 +137,45 @@ impl MachineHandle {
     /// # Errors
     /// [`MachineError::Lost`] only.
     pub async fn stop(&self, grace: Duration) -> Result<ExitRecord, MachineError> {
-        drop(self.commands.send(Command::Stop { grace }).await);
+        self.end_by(Command::Stop { grace, policy: None }).await
+    }
+
+    /// As [`stop`](Self::stop), for a reason of the daemon's own that is told in the record.
+    ///
+    /// # Errors
+    /// [`MachineError::Lost`] only.
+    pub async fn stop_by_policy(&self, grace: Duration, why: &str) -> Result<ExitRecord, MachineError> {
+        self.end_by(Command::Stop { grace, policy: Some(why.to_owned()) }).await
+    }
+
+    /// Kills the VM since what serves it is broken: the record says `reason`, a backend's, and `why`.
+    ///
+    /// # Errors
+    /// [`MachineError::Lost`] only.
+    pub async fn fail(&self, reason: ExitReason, why: &str) -> Result<ExitRecord, MachineError> {
+        self.end_by(Command::Fail { reason, why: why.to_owned() }).await
+    }
+
+    /// What the sandbox uses now; has the VMM asked for its numbers soon.
+    ///
+    /// # Errors
+    /// If no VMM runs.
+    pub async fn usage(&self) -> Result<Usage, MachineError> {
+        let (reply, answer) = oneshot::channel();
+        drop(self.commands.send(Command::Usage(reply)).await);
+        let answer = tokio::select! {
+            biased;
+            answer = answer => answer.ok(),
+            () = self.commands.closed() => None,
+        };
+        answer.ok_or_else(|| match self.phase() {
+            Phase::Exited(record) => MachineError::Exited(record),
+            _ => MachineError::NotRunning,
+        })
+    }
+
+    async fn end_by(&self, command: Command) -> Result<ExitRecord, MachineError> {
+        drop(self.commands.send(command).await);
         match self.wait_for(|p| matches!(p, Phase::Exited(_))).await? {
             Phase::Exited(record) => Ok(record),
             _ => Err(MachineError::Lost),

@@ -7,10 +7,12 @@ use hearth_core::exit::{ExitReason, ExitRecord};
 use hearth_host::process::{Ended, Signal};
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::{CONFIRM, Command, Live, Machine, chain, last_words, record};
+use super::handle::tell;
+use super::{CONFIRM, Command, Live, Machine, chain, last_words, now_ms};
 use crate::agent::AgentClient;
 use crate::backend::VmmEvent;
 use crate::disks::Failure;
+use crate::verdict::{GuestWords, judge};
 
 /// A wait after SIGKILL says so each time this passes.
 const SAY_SO: Duration = Duration::from_secs(15);
@@ -26,6 +28,15 @@ pub(super) enum Cause {
     Stop {
         /// Time for the guest.
         grace: Duration,
+        /// Why, if no user asked.
+        policy: Option<String>,
+    },
+    /// What it depends on is broken.
+    Broken {
+        /// What.
+        reason: ExitReason,
+        /// In words.
+        why: String,
     },
     /// The end time came.
     EndTime,
@@ -47,7 +58,7 @@ impl From<Failure> for Cause {
     fn from(failure: Failure) -> Self {
         match failure.hung_up {
             true => Cause::HungUp { why: failure.why },
-            false => Cause::Failed { why: failure.why, maybe_exit: false },
+            false => Cause::Broken { reason: ExitReason::BlockFailed, why: failure.why },
         }
     }
 }
@@ -66,12 +77,22 @@ impl Machine {
                 live.notes.push(format!("its pidfd could not be polled: {e}"));
                 (None, kill(&mut live).await)
             }
-            Cause::EndTime => (Some(ExitReason::EndTime), kill(&mut live).await),
-            Cause::Stop { grace } => {
+            Cause::EndTime => {
+                live.last_flush().await;
+                (Some(ExitReason::EndTime), kill(&mut live).await)
+            }
+            Cause::Broken { reason, why } => {
+                live.notes.push(why);
+                (Some(reason), kill(&mut live).await)
+            }
+            Cause::Stop { grace, policy } => {
+                live.last_flush().await;
                 if !grace.is_zero() {
                     self.ask_guest(&mut live, agent, grace).await;
                 }
-                (Some(ExitReason::Stopped), kill(&mut live).await)
+                let reason = if policy.is_some() { ExitReason::Policy } else { ExitReason::Stopped };
+                live.notes.extend(policy);
+                (Some(reason), kill(&mut live).await)
             }
             Cause::Failed { why, maybe_exit } => {
                 live.notes.push(why);
@@ -92,15 +113,45 @@ impl Machine {
         };
         while let Some(event) = now(live.vmm.event()).await {
             let VmmEvent::GuestStopped { reason } = event;
-            live.notes.push(reason);
+            live.stopped = Some(reason);
         }
-        let mut notes = live.clear(ended == Ended { code: Some(0), signal: None }).await;
-        let reason = asked.unwrap_or_else(|| by_itself(ended));
+        live.clear(ended == Ended { code: Some(0), signal: None }).await;
+        let words = live.heard.words();
+        let mut record = self.record(&live, asked, ended, &words);
+        if words.oom_kills > 0 {
+            record.guest_oom_kills = Some(words.oom_kills);
+        }
+        live.meter.finish(&mut record);
+        tracing::info!(
+            reason = record.reason.as_str(),
+            code = ended.code,
+            signal = ended.signal,
+            "VMM ended"
+        );
+        record
+    }
+
+    /// What is known of the end.
+    fn record(&self, live: &Live, asked: Option<ExitReason>, ended: Ended, words: &GuestWords) -> ExitRecord {
+        let mut notes = live.notes.clone();
+        let reason = match asked {
+            Some(reason) => reason,
+            None => {
+                let oom = live.meter.oom(ended);
+                let (reason, why) = judge(ended, live.stopped.as_deref(), words, oom);
+                notes.extend(live.stopped.clone());
+                notes.extend(why);
+                reason
+            }
+        };
         if reason == ExitReason::VmmFailed || (reason == ExitReason::GuestShutdown && !self.was_ready()) {
             notes.extend(last_words(&self.spec));
         }
-        tracing::info!(reason = reason.as_str(), code = ended.code, signal = ended.signal, "VMM ended");
-        record(reason, Some(ended), notes.join("; "))
+        ExitRecord {
+            code: ended.code,
+            signal: ended.signal,
+            ..ExitRecord::new(reason, now_ms(), notes.join("; "))
+        }
     }
 
     fn was_ready(&self) -> bool {
@@ -135,7 +186,8 @@ impl Machine {
                 command = self.commands.recv() => command,
             };
             match command {
-                Some(Command::Stop { grace }) => deadline = deadline.min(Instant::now() + grace),
+                Some(Command::Stop { grace, .. }) => deadline = deadline.min(Instant::now() + grace),
+                Some(Command::Usage(reply)) => tell(reply, live.meter.sample()),
                 Some(other) => other.refuse(),
                 None => return,
             }
@@ -167,25 +219,4 @@ async fn kill(live: &mut Live) -> Ended {
 /// The result of a future that is ready now or after what the runtime already knows.
 async fn now<T>(future: impl Future<Output = T>) -> Option<T> {
     timeout(Duration::from_millis(1), future).await.ok()
-}
-
-/// The meaning of an exit nobody asked for.
-fn by_itself(ended: Ended) -> ExitReason {
-    match ended {
-        Ended { code: Some(0), signal: None } => ExitReason::GuestShutdown,
-        _ => ExitReason::VmmFailed,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_a_clean_exit_is_the_guests_own() {
-        assert_eq!(by_itself(Ended { code: Some(0), signal: None }), ExitReason::GuestShutdown);
-        for (code, signal) in [(Some(1), None), (None, Some(9)), (None, None)] {
-            assert_eq!(by_itself(Ended { code, signal }), ExitReason::VmmFailed);
-        }
-    }
 }

@@ -157,6 +157,7 @@ mod tests {
             run_dir: "/r".into(),
             state_dir: "/s".into(),
             console_cap_bytes: 1 << 20,
+            stats_interval_ms: 0,
         }
     }
 

@@ -10,6 +10,7 @@ use std::io;
 use std::time::Duration;
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
@@ -33,6 +34,15 @@ pub enum QmpError {
         /// How.
         #[source]
         source: io::Error,
+    },
+    /// The answer to a question has another form than we know.
+    #[error("{command}: the answer is not understood")]
+    Answer {
+        /// Command.
+        command: &'static str,
+        /// Why.
+        #[source]
+        source: serde_json::Error,
     },
     /// QEMU said something that is not QMP.
     #[error("not understood: {line}")]
@@ -70,6 +80,8 @@ struct Line {
     #[serde(default)]
     data: EventData,
     id: Option<u64>,
+    #[serde(rename = "return", default)]
+    answer: serde_json::Value,
     error: Option<Refusal>,
 }
 
@@ -110,8 +122,22 @@ impl Qmp {
         self.execute("qmp_capabilities", limit).await
     }
 
-    /// Runs a command without arguments.
+    /// Runs a command without arguments whose answer says nothing.
     pub(super) async fn execute(&mut self, command: &'static str, limit: Duration) -> Result<(), QmpError> {
+        self.ask(command, limit).await.map(drop)
+    }
+
+    /// Asks a question without arguments.
+    pub(super) async fn query<T: DeserializeOwned>(
+        &mut self,
+        command: &'static str,
+        limit: Duration,
+    ) -> Result<T, QmpError> {
+        let answer = self.ask(command, limit).await?;
+        serde_json::from_value(answer).map_err(|source| QmpError::Answer { command, source })
+    }
+
+    async fn ask(&mut self, command: &'static str, limit: Duration) -> Result<serde_json::Value, QmpError> {
         let id = self.next_id;
         self.next_id += 1;
         let talk = async {
@@ -125,7 +151,7 @@ impl Qmp {
                 if line.id == Some(id) {
                     return match line.error {
                         Some(Refusal { desc }) => Err(QmpError::Refused { command, desc }),
-                        None => Ok(()),
+                        None => Ok(line.answer),
                     };
                 }
             }

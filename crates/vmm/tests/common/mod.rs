@@ -2,6 +2,8 @@
 //! proof that nothing is left.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses its own part of this file")]
 
+pub mod flat;
+
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -78,6 +80,7 @@ impl Place {
             run_dir: self.run(),
             state_dir: self.state(),
             console_cap_bytes: 1 << 20,
+            stats_interval_ms: 0,
         }
     }
 

@@ -44,7 +44,7 @@ async fn ask(addr: &str, client: &mut Option<Client>) -> Result<Answer, String> 
         let failed = |s| CliError::from_status("node", &s).why().to_owned();
         let info = connected.nodes().info(InfoRequest {}).await.map_err(failed)?.into_inner();
         // One that starts says so, which is an answer.
-        let sandboxes = match connected.sandboxes().list(ListRequest {}).await {
+        let sandboxes = match connected.sandboxes().list(ListRequest::default()).await {
             Ok(list) => Ok(list.into_inner().sandboxes),
             Err(status) => Err(CliError::from_status("list", &status).why().to_owned()),
         };
