@@ -220,6 +220,11 @@ impl VmmProcess {
         }
     }
 
+    /// Its pidfd once more, valid after its end too.
+    pub(crate) fn pidfd(&self) -> io::Result<OwnedFd> {
+        self.pidfd.get_ref().try_clone()
+    }
+
     /// Whether it has ended by now, asked of the kernel: what the runtime knows may be older. Reaps it.
     ///
     /// # Errors

@@ -1,11 +1,9 @@
 //! The `process` back end: the guest agent as a plain process on the host, talked to over a socket pair. It
 //! isolates nothing; hearth's own tests use it for everything around a VMM.
 
-use std::io;
-
 use futures::future::BoxFuture;
 use hearth_core::shim::{CONSOLE_LOG, ShimSpec};
-use hearth_host::process::{Signal, open, signal};
+use hearth_host::process::{Signal, signal};
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use crate::backend::{AgentStream, Launched, Vmm, VmmError, socket_pair, start};
@@ -17,11 +15,11 @@ pub(crate) fn launch(spec: &ShimSpec) -> Result<Launched, VmmError> {
     std::fs::write(&console, "a plain process, no machine: it has no console\n")
         .map_err(|e| VmmError::file("write", &console, e))?;
     let process = start(spec, vec!["--agent-fd".into(), "3".into()], vec![theirs])?;
-    let pidfd = match open(process.identity()) {
+    let pidfd = match process.pidfd() {
         Ok(pidfd) => pidfd,
         Err(e) => {
             process.abandon();
-            return Err(VmmError::Descriptor { what: "pidfd", source: io::Error::other(e) });
+            return Err(VmmError::Descriptor { what: "pidfd", source: e });
         }
     };
     let stream = spec.agent.then_some(ours);

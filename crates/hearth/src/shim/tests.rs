@@ -234,7 +234,7 @@ async fn an_exit_during_a_command_is_unavailable_with_the_reason() {
     hearth_host::process::signal(std::os::fd::AsFd::as_fd(&vmm), kill).unwrap();
     let status = collect(output).await.unwrap_err();
     assert_eq!(status.code(), Code::Unavailable);
-    assert!(status.message().contains("sandbox exited: vmm-failed"), "{status}");
+    assert!(status.message().contains("sandbox exited: killed"), "{status}");
     shim.server.join_next().await.unwrap().unwrap().unwrap();
 }
 
