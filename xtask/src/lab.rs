@@ -86,6 +86,7 @@ fn default_suite(firecracker: bool) -> Vec<Item> {
         filter: String::new(),
     };
     let mut suite = vec![Item::Command("hearth preflight".into()), test("hearth-host", "kernel")];
+    suite.extend([test("hearth-host", "nbd"), test("hearth", "block_attach")]);
     if firecracker {
         suite.push(Item::Command(FIRECRACKER_GUEST.into()));
     }
