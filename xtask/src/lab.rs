@@ -88,6 +88,8 @@ fn default_suite(firecracker: bool) -> Vec<Item> {
     let mut suite = vec![
         Item::Command("hearth preflight".into()),
         test("hearth-host", "kernel"),
+        test("hearth-host", "nbd"),
+        test("hearth", "block_attach"),
         test("hearth-vmm", "vmm_oom"),
     ];
     if firecracker {

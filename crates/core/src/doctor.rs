@@ -100,6 +100,7 @@ impl From<Kind> for ItemKind {
             Kind::SandboxFirewall => ItemKind::SandboxFirewall,
             Kind::HostFirewall => ItemKind::HostFirewall,
             Kind::Mount => ItemKind::Mount,
+            Kind::Nbd => ItemKind::Nbd,
         }
     }
 }

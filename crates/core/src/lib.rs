@@ -13,6 +13,7 @@ pub mod id;
 pub mod image;
 pub mod layout;
 pub mod lifecycle;
+pub mod nbd_pool;
 pub mod network;
 pub mod plan;
 pub mod process;

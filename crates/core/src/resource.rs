@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::id::SandboxId;
 use crate::network::SlotIndex;
 use crate::process::ProcessIdentity;
 
@@ -33,11 +34,13 @@ pub enum Kind {
     HostFirewall,
     /// A mount.
     Mount,
+    /// A network block device connected by the kernel.
+    Nbd,
 }
 
 impl Kind {
     /// All kinds, in the order in which a sandbox comes to own them.
-    pub const ALL: [Kind; 10] = [
+    pub const ALL: [Kind; 11] = [
         Kind::Record,
         Kind::Directory,
         Kind::HostFirewall,
@@ -48,6 +51,7 @@ impl Kind {
         Kind::Mount,
         Kind::Cgroup,
         Kind::Process,
+        Kind::Nbd,
     ];
 
     /// The word for it.
@@ -64,6 +68,7 @@ impl Kind {
             Kind::SandboxFirewall => "sandbox-firewall",
             Kind::HostFirewall => "host-firewall",
             Kind::Mount => "mount",
+            Kind::Nbd => "nbd",
         }
     }
 }
@@ -120,6 +125,13 @@ pub enum Resource {
         /// Where.
         path: PathBuf,
     },
+    /// A network block device. The number comes round; the backend identifier says whose it is.
+    Nbd {
+        /// The number in `/dev/nbd<index>`.
+        index: u32,
+        /// Its backend identifier.
+        sandbox: SandboxId,
+    },
 }
 
 impl Resource {
@@ -136,6 +148,7 @@ impl Resource {
             Resource::SandboxFirewall { .. } => Kind::SandboxFirewall,
             Resource::HostFirewall => Kind::HostFirewall,
             Resource::Mount { .. } => Kind::Mount,
+            Resource::Nbd { .. } => Kind::Nbd,
         }
     }
 
@@ -164,6 +177,7 @@ impl fmt::Display for Resource {
             | Resource::Tap { slot }
             | Resource::SandboxFirewall { slot } => write!(f, "{} of slot {slot}", self.kind()),
             Resource::HostFirewall => f.write_str("host-firewall"),
+            Resource::Nbd { index, sandbox } => write!(f, "nbd{index} of {sandbox}"),
         }
     }
 }

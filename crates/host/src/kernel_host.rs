@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use hearth_core::host::{
     Census, ErrorClass, Host, HostError, Pace, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
 };
+use hearth_core::id::SandboxId;
 use hearth_core::network::{SlotIndex, SlotLayout};
 use hearth_core::process::{Liveness, ProcessIdentity};
 use hearth_core::resource::{Kind, Resource};
@@ -23,7 +24,7 @@ use crate::cgroup::Cgroups;
 use crate::directory::Directories;
 use crate::mount::Mounts;
 use crate::process::{self, SpawnOptions};
-use crate::{error, net, sparse};
+use crate::{error, nbd, net, sparse};
 
 /// Soft limit of open files of a started process: a shim holds a few per block request and connection; more
 /// only slows what walks the table (measured: Firecracker starts slower with half a million).
@@ -162,6 +163,12 @@ impl KernelHost {
         self.config.state_dir.join("sysctl.json")
     }
 
+    /// Whether a sandbox is of this instance, by its directories.
+    fn knows(&self, sandbox: &SandboxId) -> bool {
+        let dirs = [&self.config.state_dir, &self.config.run_dir];
+        dirs.iter().any(|dir| dir.join("sandboxes").join(sandbox.as_str()).is_dir())
+    }
+
     /// Pid and cgroup of every process in this instance's cgroups.
     fn own_processes(&self) -> Result<BTreeMap<u32, String>, HostError> {
         let census = self.cgroups.census()?;
@@ -234,6 +241,7 @@ impl Host for KernelHost {
             Kind::SandboxFirewall => net::sandbox_firewall::census(layout),
             Kind::HostFirewall => net::host_firewall::census(layout),
             Kind::Mount => self.mounts.census(),
+            Kind::Nbd => nbd::census(&|sandbox| self.knows(sandbox)),
         }
     }
 
@@ -254,6 +262,10 @@ impl Host for KernelHost {
                 net::host_firewall::ensure(layout, &self.sysctl_record(), &|| self.save_rules())
             }
             Resource::Mount { path } => self.mounts.ensure(path),
+            Resource::Nbd { .. } => {
+                let why = "a device is not made by name; its server connects it";
+                Err(error::plain("ensure", resource, ErrorClass::Refused, why))
+            }
         }
     }
 
@@ -276,6 +288,11 @@ impl Host for KernelHost {
                 net::host_firewall::release(layout, &self.sysctl_record(), within)
             }
             Resource::Mount { path } => self.mounts.release(path, within),
+            Resource::Nbd { index, sandbox } => {
+                let device = nbd::Device { index: *index, owner: sandbox.clone(), task: None };
+                // The engine releases the sandbox's processes first, and its server is one of them.
+                nbd::release(&device, &nbd::Server::Ended, within)
+            }
         }
     }
 

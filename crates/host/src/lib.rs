@@ -18,6 +18,7 @@ pub mod limits;
 pub mod lock;
 pub mod mount;
 pub mod mountinfo;
+pub mod nbd;
 pub mod net;
 pub mod positional;
 pub mod process;

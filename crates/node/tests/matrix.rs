@@ -7,19 +7,21 @@ mod common;
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Bench, create};
-use hearth_core::host::Host as _;
+use hearth_core::host::{ErrorClass, Host as _};
+use hearth_core::id::SandboxId;
 use hearth_core::lifecycle::SandboxState;
 use hearth_core::network::SlotIndex;
 use hearth_core::record::RECORD_FILE;
 use hearth_core::resource::{Kind, Resource};
 use hearth_core::steps::{Place, ReleaseStep, Step};
 use hearth_node::{Engine, EngineError, Failpoints, Kill9};
-use hearth_testkit::FakeHost;
+use hearth_testkit::fake_host::{FakeHost, Fault, Verb};
 use hearth_testkit::matrix::{Blow, Cell, Then};
 use tokio_util::sync::CancellationToken;
 
@@ -311,18 +313,39 @@ fn reports_only(kind: Kind) {
     }
 }
 
-/// A life that owns a mount as well: its record says so, as one of another version may.
-fn mounted(bench: &Bench) -> Resource {
+/// A life that owns one thing more: its record says so, as one of another version may.
+fn owning(bench: &Bench, what: impl FnOnce(&SandboxId, &Path) -> Resource) -> Resource {
     let daemon = Daemon::ready(bench);
     let mut record = daemon.ask(create(&daemon.engine, NAME)).unwrap().unwrap().unwrap().record;
     daemon.kill();
     let run_dir = bench.config(Failpoints::default()).run_dir.join("sandboxes").join(record.id.as_str());
-    let mount = Resource::Mount { path: run_dir.join("memory") };
-    bench.host.ensure(&mount).unwrap();
-    record.intend(mount.clone());
+    let resource = what(&record.id, &run_dir);
+    record.intend(resource.clone());
     let file = bench.tmp.path().join("state/t/sandboxes").join(record.id.as_str()).join(RECORD_FILE);
     std::fs::write(&file, serde_json::to_vec(&record).unwrap()).unwrap();
-    mount
+    bench.host.plant(resource.clone());
+    resource
+}
+
+fn mounted(bench: &Bench) -> Resource {
+    owning(bench, |_, run_dir| Resource::Mount { path: run_dir.join("memory") })
+}
+
+#[test]
+fn a_device_in_a_record_is_released_only_after_its_processes() {
+    let bench = Bench::sized("10.12.0.0/24", 0);
+    owning(&bench, |id, _| Resource::Nbd { index: 3, sandbox: id.clone() });
+    bench.host.fail_always(Verb::Release, Kind::Cgroup, Fault::Error(ErrorClass::Busy));
+    let daemon = Daemon::ready(&bench);
+    let error = daemon.ask(daemon.engine.delete(NAME)).unwrap().unwrap().unwrap_err();
+    assert!(matches!(error, EngineError::Stuck { .. }), "{error}");
+    // Its server may live, and a disconnect could hang with the whole host's netlink.
+    assert_eq!(bench.host.count(Verb::Release, Kind::Nbd), 0);
+    bench.host.heal();
+    daemon.ask(daemon.engine.delete(NAME)).unwrap().unwrap().unwrap();
+    assert!(bench.host.count(Verb::Release, Kind::Nbd) > 0);
+    check_clean(&bench).unwrap();
+    daemon.kill();
 }
 
 #[test]
@@ -383,9 +406,9 @@ fn every_kind_that_a_life_owns_has_such_a_test() {
     daemon.ask(daemon.engine.delete(NAME)).unwrap().unwrap().unwrap();
     daemon.kill();
     assert_eq!(owned, BROKEN.iter().copied().collect());
-    // The other kinds: one constant table, told by the conformance suite, and mounts, which no life has yet.
+    // The other kinds: one constant table, told by the conformance suite, and mounts and devices, which no life has yet.
     let others = Kind::ALL.into_iter().filter(|k| !BROKEN.contains(k)).collect::<Vec<_>>();
-    assert_eq!(others, [Kind::HostFirewall, Kind::Mount]);
+    assert_eq!(others, [Kind::HostFirewall, Kind::Mount, Kind::Nbd]);
 }
 
 #[test]

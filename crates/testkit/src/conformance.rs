@@ -103,6 +103,15 @@ impl Suite<'_> {
                 self.release(&Resource::Directory { path: parent });
             }
             Kind::Process => self.processes(),
+            Kind::Nbd => {
+                // Beyond any that a kernel has by itself.
+                let sandbox = "conformance00000".parse().expect("id");
+                let resource = Resource::Nbd { index: 4_000, sandbox };
+                assert_eq!(self.seen(&resource), 0, "{resource} was there before the test");
+                self.refused(&resource);
+                self.release(&resource);
+                self.release(&resource);
+            }
         }
     }
 
@@ -262,11 +271,11 @@ impl Suite<'_> {
         }
     }
 
-    /// `ensure` says that it will never do this; `release` too, but for a process, which is not made by name.
+    /// `ensure` says that it will never do this; `release` too, but for what is not made by name.
     fn refused(&self, resource: &Resource) {
         let error = self.host.ensure(resource).expect_err("made what must be refused");
         assert_eq!(error.class, ErrorClass::Refused, "{error}");
-        if resource.kind() != Kind::Process {
+        if !matches!(resource.kind(), Kind::Process | Kind::Nbd) {
             let error = self.host.release(resource, WITHIN).expect_err("released what must be refused");
             assert_eq!(error.class, ErrorClass::Refused, "{error}");
         }

@@ -143,7 +143,7 @@ async fn create_all(args: &Args, daemon: &Daemon, stop: &Stop) -> Result<()> {
 
 async fn delete_all(daemon: &Daemon) -> Result<()> {
     let mut client = client(daemon).await?.max_decoding_message_size(64 << 20);
-    let all = client.list(ListRequest {}).await?.into_inner().sandboxes;
+    let all = client.list(ListRequest::default()).await?.into_inner().sandboxes;
     let deletes = all.into_iter().map(|sandbox| {
         let mut client = client.clone();
         async move { client.delete(DeleteRequest { sandbox: sandbox.id }).await }

@@ -1,6 +1,8 @@
 //! `hearth block`: looks into a disk without its VM: serves it over a unix socket, or takes out and puts in what differs from
 //! its base. It needs no daemon and no root, only the files.
 
+mod attach;
+
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -38,6 +40,9 @@ pub(super) enum BlockCommand {
     /// Serve a disk over NBD on a unix socket, until a signal
     #[command(after_help = SERVE_EXAMPLES)]
     Serve(ServeArgs),
+    /// Connect a disk to a device of the kernel's, until a signal
+    #[command(after_help = attach::EXAMPLES)]
+    Attach(attach::AttachArgs),
     /// Write what differs from the base to a file, or show how much it is
     #[command(
         after_help = "Examples:\n  hearth block diff --base rootfs.ext4 --overlay disk.overlay\n  hearth block diff --base rootfs.ext4 --overlay disk.overlay --out disk.diff"
@@ -76,6 +81,19 @@ pub(super) struct OverlayArgs {
 /// Arguments of `hearth block serve`.
 #[derive(Debug, Args)]
 pub(super) struct ServeArgs {
+    #[command(flatten)]
+    disk: DiskArgs,
+    /// Unix socket to serve on (0600)
+    #[arg(long, value_name = "PATH")]
+    socket: PathBuf,
+    /// Clients at once
+    #[arg(long, value_name = "N", default_value_t = Limits::default().connections, value_parser = at_least_one)]
+    connections: usize,
+}
+
+/// A disk to be served.
+#[derive(Debug, Args)]
+pub(super) struct DiskArgs {
     /// A plain image or block device
     #[arg(long, value_name = "FILE", conflicts_with_all = ["base", "overlay"], required_unless_present = "base")]
     file: Option<PathBuf>,
@@ -85,15 +103,22 @@ pub(super) struct ServeArgs {
     /// File with what differs from the base; made if it is not there
     #[arg(long, value_name = "FILE", requires = "base")]
     overlay: Option<PathBuf>,
-    /// Unix socket to serve on (0600)
-    #[arg(long, value_name = "PATH")]
-    socket: PathBuf,
     /// Let nobody write
     #[arg(long)]
     read_only: bool,
-    /// Clients at once
-    #[arg(long, value_name = "N", default_value_t = Limits::default().connections, value_parser = at_least_one)]
-    connections: usize,
+}
+
+impl DiskArgs {
+    async fn open(self) -> Result<Arc<dyn Backend>, CliError> {
+        match (self.file, self.base, self.overlay) {
+            (Some(file), ..) => Ok(open_file(&file, self.read_only)?),
+            (None, Some(base), Some(overlay)) => {
+                let make = !self.read_only && !overlay.exists();
+                Ok(open_overlay(&OverlayArgs { base, overlay }, self.read_only, make).await?)
+            }
+            _ => Err(CliError::usage("no disk", "give --file, or --base and --overlay")),
+        }
+    }
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {
@@ -111,6 +136,7 @@ pub(super) fn run(command: BlockCommand, context: &Context) -> Result<u8, CliErr
     let done = runtime.block_on(async {
         match command {
             BlockCommand::Serve(args) => serve(args, context).await,
+            BlockCommand::Attach(args) => attach::run(args, context).await,
             BlockCommand::Diff { disk, out } => {
                 until_signal(write_diff(&disk, out.as_deref(), context)).await
             }
@@ -168,14 +194,7 @@ fn refused(disk: &OverlayArgs, e: &OverlayError) -> CliError {
 
 async fn serve(args: ServeArgs, context: &Context) -> Result<u8, CliError> {
     let mut signals = Signals::new()?;
-    let disk: Arc<dyn Backend> = match (args.file, args.base, args.overlay) {
-        (Some(file), ..) => open_file(&file, args.read_only)?,
-        (None, Some(base), Some(overlay)) => {
-            let make = !args.read_only && !overlay.exists();
-            open_overlay(&OverlayArgs { base, overlay }, args.read_only, make).await?
-        }
-        _ => return Err(CliError::usage("no disk", "give --file, or --base and --overlay")),
-    };
+    let disk = args.disk.open().await?;
     let what = format!("cannot serve on {}", args.socket.display());
     let listener = bind(&args.socket).map_err(|e| CliError::failed(what, format!("{e:#}")))?;
     let limits = Limits { connections: args.connections, ..Limits::default() };

@@ -87,6 +87,7 @@ pub(super) fn checks(config: &Config) -> Vec<Check> {
         forward_policies(),
         ip_forward(),
     ]);
+    checks.push(nbd());
     checks.extend([overlap(&config.slot_layout()), neighbours(), disk(&config.state_dir)]);
     checks.push(program("mke2fs", "e2fsprogs", "makes disks", Outcome::Fail));
     checks.push(program("mmdebstrap", "mmdebstrap", "only for `template create --debian`", Outcome::Warn));
@@ -211,6 +212,25 @@ fn tun() -> Check {
     match Path::new("/dev/net/tun").exists() {
         true => ok("tun", "/dev/net/tun"),
         false => fail("tun", "/dev/net/tun is not there", "load the module: modprobe tun"),
+    }
+}
+
+/// Disks of the kernel's own NBD client, with the times it is told for our server.
+fn nbd() -> Check {
+    const CHECK: &str = "nbd";
+    let times = hearth_host::nbd::Timeouts::above(hearth_vmm::block::nbd::Limits::default().request);
+    match hearth_host::nbd::limits() {
+        Ok(Some(limits)) => ok(
+            CHECK,
+            format!(
+                "{} devices (nbds_max); request timeout {} s, dead-connection timeout {} s",
+                limits.most,
+                times.request.as_secs(),
+                times.dead_connection.as_secs()
+            ),
+        ),
+        Ok(None) => ok(CHECK, "no module; only `hearth block attach` needs it (modprobe nbd)"),
+        Err(e) => warn(CHECK, e.to_string(), "none"),
     }
 }
 

@@ -18,7 +18,7 @@
 //! chains, rules), `conntrack`. Nothing here runs a program, except `legacy`, `rules` and `rulesets`, which deal in the
 //! programs' own text.
 
-mod attr;
+pub(crate) mod attr;
 mod conntrack;
 mod error;
 mod foreign_chains;
@@ -27,7 +27,7 @@ pub(crate) mod holders;
 pub mod host_firewall;
 mod legacy;
 pub mod links;
-mod netlink;
+pub(crate) mod netlink;
 pub mod netns;
 mod nft;
 pub mod routes;

@@ -50,9 +50,14 @@ impl<H: Host> Sandbox<H> {
 
         let mut left = Vec::new();
         // The processes first: they hold everything else.
-        for kind in [Kind::Process, Kind::Cgroup, Kind::Mount] {
+        for kind in [Kind::Process, Kind::Cgroup] {
             self.release_kind(kind, &mut left).await;
         }
+        // Only when they were seen gone: a device whose server lives must have its socket shut first.
+        if left.is_empty() {
+            self.release_kind(Kind::Nbd, &mut left).await;
+        }
+        self.release_kind(Kind::Mount, &mut left).await;
         if left.is_empty() {
             self.release_slot(&mut left).await;
         }

@@ -63,6 +63,7 @@ impl Host for FakeHost {
         let whole = !matches!(fault, Some(Fault::HalfDone(_)));
         match resource {
             Resource::Process { .. } => return fail(ErrorClass::Refused, "a process is spawned"),
+            Resource::Nbd { .. } => return fail(ErrorClass::Refused, "a device is connected by its server"),
             Resource::Veth { slot } | Resource::Tap { slot } | Resource::SandboxFirewall { slot } => {
                 if inner.things.get(&Resource::Netns { slot: *slot }) != Some(&true) {
                     return fail(ErrorClass::Refused, "the slot's namespace is absent");

@@ -77,17 +77,27 @@ where
             Ok(Err(e)) => return Ended::Io(e),
         },
     };
-    let mut connection = Connection {
-        intake: Intake::new(chosen.clone()),
-        chosen,
-        inbox,
-        outbox: VecDeque::new(),
-        sent: 0,
-        room: limits.in_flight_bytes,
-        limits,
-        stop,
-    };
-    connection.transmit(read, write).await
+    Connection::new(chosen, inbox, limits, stop).transmit(read, write).await
+}
+
+/// As [`serve`], without a handshake: for the kernel's client, which is told of the disk and its
+/// [`flags`](Export::flags) another way and takes plain replies only.
+///
+/// # Errors
+/// None: how it ended is the value.
+pub async fn serve_attached<R, W>(
+    read: R,
+    write: W,
+    export: Arc<Export>,
+    limits: Limits,
+    stop: CancellationToken,
+) -> Ended
+where
+    R: AsyncRead + Unpin,
+    W: AsyncWrite + Unpin,
+{
+    let chosen = Chosen { export, structured: false, allocation: false };
+    Connection::new(chosen, BytesMut::new(), limits, stop).transmit(read, write).await
 }
 
 async fn shake_hands(
@@ -143,6 +153,19 @@ enum Reading {
 }
 
 impl Connection {
+    fn new(chosen: Chosen, inbox: BytesMut, limits: Limits, stop: CancellationToken) -> Self {
+        Self {
+            intake: Intake::new(chosen.clone()),
+            chosen,
+            inbox,
+            outbox: VecDeque::new(),
+            sent: 0,
+            room: limits.in_flight_bytes,
+            limits,
+            stop,
+        }
+    }
+
     async fn transmit(
         &mut self,
         mut read: impl AsyncRead + Unpin,

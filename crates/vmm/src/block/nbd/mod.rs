@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-pub use connection::{Ended, serve};
+pub use connection::{Ended, serve, serve_attached};
 pub use handshake::{Chosen, Handshake, Progress};
 pub use intake::{Ask, Intake, Refusal, Taken};
 pub use server::{Served, Server};
@@ -126,8 +126,11 @@ impl Export {
         self.backend.read_only()
     }
 
+    /// What it can do, as transmission flags of the protocol.
+    ///
     /// A flush covers the writes of all connections, and nothing is kept per connection, so many may be used at once.
-    fn flags(&self) -> u16 {
+    #[must_use]
+    pub fn flags(&self) -> u16 {
         let always =
             proto::FLAG_HAS_FLAGS | proto::FLAG_SEND_FLUSH | proto::FLAG_SEND_DF | proto::FLAG_CAN_MULTI_CONN;
         always
