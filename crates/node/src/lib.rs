@@ -22,6 +22,7 @@ mod start;
 mod status;
 mod stop;
 pub mod trace;
+mod usage;
 
 pub use books::BooksNow;
 pub use config::{EngineConfig, Reclaim, ReclaimMode, Reconcile, ReconcileAction, Vmms};

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use hearth_core::exit::{ExitReason, ExitRecord};
+use hearth_core::record::Record;
 use hearth_core::steps::{ReleaseStep, Step};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -11,13 +12,11 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
+use crate::usage::UsageSums;
+
 /// Bounds in seconds: a slot is reset in a millisecond, a guest under plain emulation boots in a minute.
 const BOUNDS: [f64; 14] =
     [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0];
-/// Those that have a value from the start, so that the first one shows as a rise.
-const REASONS: [ExitReason; 4] =
-    [ExitReason::GuestShutdown, ExitReason::Stopped, ExitReason::EndTime, ExitReason::VmmFailed];
-
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OfStep {
     step: &'static str,
@@ -37,6 +36,7 @@ pub struct Meters {
     delete: Histogram,
     delete_steps: Family<OfStep, Histogram>,
     exits: Family<OfReason, Counter>,
+    pub(crate) usage: UsageSums,
 }
 
 fn histogram() -> Histogram {
@@ -52,6 +52,7 @@ impl Default for Meters {
             delete: histogram(),
             delete_steps: Family::new_with_constructor(histogram),
             exits: Family::default(),
+            usage: UsageSums::default(),
         };
         for step in Step::ALL {
             drop(meters.create_steps.get_or_create(&OfStep { step: step.as_str() }));
@@ -63,7 +64,8 @@ impl Default for Meters {
         for step in ReleaseStep::ALL {
             drop(meters.delete_steps.get_or_create(&OfStep { step: word(step) }));
         }
-        for reason in REASONS {
+        // A value from the start: then the first one shows as a rise.
+        for reason in ExitReason::ALL {
             drop(meters.exits.get_or_create(&OfReason { reason: reason.as_str() }));
         }
         meters
@@ -89,6 +91,7 @@ impl Meters {
         let help = "Time of each part of releases, failed tries too";
         registry.register("delete_step_seconds", help, self.delete_steps.clone());
         registry.register("vmm_exits", "VMs that ended, by why", self.exits.clone());
+        self.usage.register(registry);
     }
 
     pub(crate) fn created(&self, took: Duration) {
@@ -111,7 +114,8 @@ impl Meters {
         self.delete_steps.get_or_create(&OfStep { step: word(step) }).observe(took.as_secs_f64());
     }
 
-    pub(crate) fn exited(&self, exit: &ExitRecord) {
+    pub(crate) fn exited(&self, record: &Record, exit: &ExitRecord) {
+        self.usage.ended(&record.id, &record.spec.template, exit);
         self.exits.get_or_create(&OfReason { reason: exit.reason.as_str() }).inc();
     }
 }

@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use hearth_api::shim::shim_service_client::ShimServiceClient;
-use hearth_api::shim::{BootRequest, InfoRequest, InfoResponse, StopRequest};
+use hearth_api::shim::{BootRequest, InfoRequest, InfoResponse, StopRequest, UsageRequest};
 use hearth_core::id::SandboxId;
 use hearth_core::shim::{SHIM_SOCKET, check_protocol};
+use hearth_core::usage::Usage;
 use hyper_util::rt::TokioIo;
 use tonic::transport::{Channel, Endpoint};
 
@@ -64,6 +65,12 @@ async fn info(client: &Client) -> Result<InfoResponse, String> {
         Ok(Err(status)) => Err(status.message().to_owned()),
         Err(_) => Err(format!("no answer within {} s", ANSWER.as_secs())),
     }
+}
+
+/// What the sandbox uses; `None` if the shim does not say.
+pub(crate) async fn usage(client: &Client) -> Option<Usage> {
+    let answer = tokio::time::timeout(ANSWER, client.clone().usage(UsageRequest {})).await.ok()?.ok()?;
+    serde_json::from_str(&answer.into_inner().usage).ok()
 }
 
 /// Starts the VM and waits until the guest is ready.

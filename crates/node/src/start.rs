@@ -154,6 +154,8 @@ impl<H: Host> Engine<H> {
         self.tasks.spawn(async move { engine.run_reconcile().await });
         let engine = Arc::clone(self);
         self.tasks.spawn(async move { engine.forget_exits().await });
+        let engine = Arc::clone(self);
+        self.tasks.spawn(async move { engine.sum_usage().await });
         Ok(())
     }
 

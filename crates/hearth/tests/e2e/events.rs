@@ -8,8 +8,14 @@ use serde_json::Value;
 
 use crate::node::{Node, Wish, cannot, text};
 
-const PROCESS: Wish =
-    Wish { test: "process_vmm = true", slot_pool: 1, prefix_len: 24, env: &[], keep_exits: 0, own_state: false };
+const PROCESS: Wish = Wish {
+    test: "process_vmm = true",
+    slot_pool: 1,
+    prefix_len: 24,
+    env: &[],
+    keep_exits: 0,
+    own_state: false,
+};
 
 /// All that are kept, or those after a number.
 pub fn events(node: &Node, args: &[&str]) -> Vec<Value> {

@@ -164,7 +164,7 @@ impl<H: Host> Sandbox<H> {
     }
 
     fn tell_exit(&self, exit: &ExitRecord) {
-        self.context.meters.exited(exit);
+        self.context.meters.exited(&self.record, exit);
         let event = Events::now(EventKind::SandboxExited).about(&self.record).because(exit.words());
         let event = event.with("reason", exit.reason.as_str()).with("ended_at_ms", exit.at_ms);
         let event = exit.code.into_iter().fold(event, |e, code| e.with("code", code));
@@ -183,6 +183,7 @@ impl<H: Host> Sandbox<H> {
         match &created {
             Ok(()) => {
                 meters.created(begun.elapsed());
+                meters.usage.began(&self.record.id);
                 let event = Events::now(EventKind::SandboxRunning).about(&self.record);
                 let event = event.with("took_ms", begun.elapsed().as_millis());
                 let event = self.record.slot.iter().fold(event, |e, slot| e.with("slot", slot));
@@ -336,6 +337,7 @@ impl<H: Host> Sandbox<H> {
     fn gone(mut self, waiting: Vec<oneshot::Sender<Result<(), String>>>) {
         let took = self.ending.map(|begun| begun.elapsed()).unwrap_or_default();
         self.context.meters.deleted(took);
+        self.context.meters.usage.forget(&self.record.id);
         let event =
             Events::now(EventKind::SandboxDeleted).about(&self.record).because("nothing of it is left");
         self.context.events.tell(event.with("took_ms", took.as_millis()));
