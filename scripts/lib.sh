@@ -269,6 +269,19 @@ need_command() {
 
 # install_packages product|test
 install_packages() {
+    find_missing "$1"
+    if ((${#MISSING[@]} == 0)); then
+        say "all there"
+        return
+    fi
+    apt_install "${MISSING[@]}"
+    # One that was there may have given way to another of a version that it does not go with.
+    find_missing "$1"
+    apt_install "${MISSING[@]}"
+}
+
+# find_missing product|test: sets MISSING.
+find_missing() {
     MISSING=()
     need_command qemu-system-x86_64 qemu-system-x86
     need_command mmdebstrap mmdebstrap
@@ -301,11 +314,6 @@ install_packages() {
         need_command qemu-img qemu-utils
         need_command fio fio
         need_command shellcheck shellcheck
-    fi
-    if ((${#MISSING[@]} == 0)); then
-        say "all there"
-    else
-        apt_install "${MISSING[@]}"
     fi
 }
 
@@ -597,7 +605,9 @@ inventory() {
         find "$RUN_DIR" -printf 'file %p\n' 2>/dev/null || true
         find /tmp /var/tmp /run -mindepth 1 -maxdepth 1 \( -name '*hearth*' -o -name 'hx??????' \) -printf 'file %p\n' 2>/dev/null || true
         # Saved firewall rules stay on purpose; there are never more than a few.
-        find "$STATE_DIR" \( -path "$STATE_DIR/templates/*" -o -path "$STATE_DIR/kernels/*" -o -path "$STATE_DIR/backups" \) -prune \
+        # Empty disks are made once for each size.
+        find "$STATE_DIR" \( -path "$STATE_DIR/templates/*" -o -path "$STATE_DIR/kernels/*" -o -path "$STATE_DIR/backups" \
+            -o -path "$STATE_DIR/blanks/*.ext4" \) -prune \
             -o -printf 'file %p\n' 2>/dev/null || true
         inventory_processes
     } | sort -u

@@ -3,6 +3,7 @@
 //! sandboxes use from then on.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -121,25 +122,23 @@ impl UsageSums {
     /// Adds the sums to a registry.
     pub(crate) fn register(&self, registry: &mut Registry) {
         let by_template = self.lock().by_template.clone();
-        let cpu = Family::<OfTemplate, Counter<f64, std::sync::atomic::AtomicU64>>::default();
+        let cpu = Family::<OfTemplate, Counter<f64, AtomicU64>>::default();
         for (template, totals) in &by_template {
             let seconds = Duration::from_micros(totals.cpu_us).as_secs_f64();
             cpu.get_or_create(&OfTemplate { template: template.clone() }).inc_by(seconds);
         }
         registry.register("vmm_cpu_seconds", "CPU time of sandboxes by template", cpu);
-        let bytes: [(&str, &str, fn(&Totals) -> u64); 4] = [
-            ("vmm_disk_read_bytes", "Read by guests from their disks", |t| t.disk_read),
-            ("vmm_disk_written_bytes", "Written by guests to their disks", |t| t.disk_written),
-            ("vmm_network_received_bytes", "Received by guests", |t| t.net_received),
-            ("vmm_network_sent_bytes", "Sent by guests", |t| t.net_sent),
-        ];
-        for (name, help, value) in bytes {
+        let mut bytes = |name: &str, help: &str, value: fn(&Totals) -> u64| {
             let family = Family::<OfTemplate, Counter>::default();
             for (template, totals) in &by_template {
                 family.get_or_create(&OfTemplate { template: template.clone() }).inc_by(value(totals));
             }
             registry.register(name, format!("{help}, by template"), family);
-        }
+        };
+        bytes("vmm_disk_read_bytes", "Read by guests from their disks", |t| t.disk_read);
+        bytes("vmm_disk_written_bytes", "Written by guests to their disks", |t| t.disk_written);
+        bytes("vmm_network_received_bytes", "Received by guests", |t| t.net_received);
+        bytes("vmm_network_sent_bytes", "Sent by guests", |t| t.net_sent);
     }
 }
 

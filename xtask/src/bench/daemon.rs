@@ -84,7 +84,7 @@ impl Ground {
         let (config, log) = (self.dir.path().join("hearth.toml"), self.dir.path().join("daemon.log"));
         let text = format!(
             "instance = \"{}\"\nlisten = \"127.0.0.1:{PORT}\"\nstate_dir = {:?}\nrun_dir = {:?}\n\
-             [network]\ncidr = \"{}\"\nveth_prefix = \"{}\"\n[test]\nprocess_vmm = true\n{lines}",
+             [network]\ncidr = \"{}\"\nveth_prefix = \"{}\"\n[exits]\nkeep_seconds = 0\n[test]\nprocess_vmm = true\n{lines}",
             self.layout.instance,
             self.state,
             self.dir.path().join("r"),

@@ -132,7 +132,7 @@ pub(super) fn serve(args: &ServeArgs, context: &Context) -> Result<ExitCode, Cli
     for note in &loaded.notes {
         tracing::warn!("{note}");
     }
-    crate::serve::run(&loaded.config, log.lost()).map_err(|e| CliError::failed("serve", format!("{e:#}")))
+    crate::serve::run(&loaded.config, log.lines()).map_err(|e| CliError::failed("serve", format!("{e:#}")))
 }
 
 /// Starts logging. `filter` holds where HEARTH_LOG is not set.

@@ -43,7 +43,7 @@ use tokio_util::task::TaskTracker;
 use tonic_health::pb::health_server::{Health, HealthServer};
 
 use crate::config::{Config, ShutdownMode};
-use crate::logging::Lost;
+use crate::logging::LogLines;
 use bind::Place;
 use front::{Front, HealthSource};
 use metrics::Told;
@@ -116,7 +116,7 @@ impl<H: Host> Node<H> {
 ///
 /// # Errors
 /// If the instance is taken, the port cannot be bound or the configuration does not fit the host.
-pub(crate) fn run(config: &Config, log: Lost) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(config: &Config, log: LogLines) -> anyhow::Result<ExitCode> {
     let main = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut signals = main.block_on(async { Signals::new() })?;
     let supervisor = Supervisor::from_env();
@@ -162,7 +162,7 @@ struct Daemon {
 }
 
 impl Daemon {
-    fn start(config: &Config, place: Place, supervisor: Supervisor, log: Lost) -> anyhow::Result<Self> {
+    fn start(config: &Config, place: Place, supervisor: Supervisor, log: LogLines) -> anyhow::Result<Self> {
         let Place { listener, claim } = place;
         let address = listener.local_addr()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -182,9 +182,9 @@ impl Daemon {
         if let Err(e) = hearth_host::process::raise_nofile_limit() {
             tracing::warn!("the limit of open files stays low: {e}");
         }
-        let told = Told::new(log);
+        let told = Told::new(log.clone());
         let webhook = webhook::Webhook::new(config, Arc::clone(&told.webhook))?;
-        let engine = Engine::new(Arc::clone(&host), engine_config(config, host.boot_id())?);
+        let engine = Engine::new(Arc::clone(&host), engine_config(config, host.boot_id(), log)?);
         let events = engine.events().clone();
         let event = Events::now(EventKind::DaemonStarted).with("pid", std::process::id());
         events.tell(event.with("version", env!("CARGO_PKG_VERSION")).with("listen", address));
@@ -343,7 +343,7 @@ fn services(node: &Arc<Node<KernelHost>>, health: HealthServer<impl Health>) -> 
     routes
 }
 
-fn engine_config(config: &Config, boot_id: &str) -> anyhow::Result<EngineConfig> {
+fn engine_config(config: &Config, boot_id: &str, log: LogLines) -> anyhow::Result<EngineConfig> {
     Ok(EngineConfig {
         layout: config.slot_layout(),
         store_dir: config.state_dir.clone(),
@@ -356,7 +356,11 @@ fn engine_config(config: &Config, boot_id: &str) -> anyhow::Result<EngineConfig>
         guest_program: vmms::guest_program(config),
         vmms: vmms::find(config),
         failpoints: config.failpoints.clone(),
-        kill9: hearth_node::Kill9::new(hearth_host::process::kill_self),
+        // The place where it died would be missing from the log.
+        kill9: hearth_node::Kill9::new(move || {
+            log.settle(Duration::from_secs(1));
+            hearth_host::process::kill_self();
+        }),
         reclaim: Reclaim {
             mode: match config.reclaim.mode {
                 crate::config::ReclaimMode::Background => ReclaimMode::Background,

@@ -12,7 +12,7 @@ use super::Daemon;
 use super::bind::Place;
 use super::supervisor::Supervisor;
 use crate::config::{Config, ReclaimMode, ShutdownMode};
-use crate::logging::Lost;
+use crate::logging::LogLines;
 
 /// How many may run at once on one host.
 const MAX: u32 = 8;
@@ -42,7 +42,9 @@ impl Standalone {
                 Err(e) => return Err(e).context("a private daemon needs root"),
             };
             let place = Place::take(&config);
-            match place.and_then(|place| Daemon::start(&config, place, Supervisor::none(), Lost::none())) {
+            match place
+                .and_then(|place| Daemon::start(&config, place, Supervisor::none(), LogLines::default()))
+            {
                 Ok(daemon) => {
                     let standalone = Self { address: daemon.address, config, daemon, lock };
                     return standalone.ready();

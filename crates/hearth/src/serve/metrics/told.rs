@@ -10,7 +10,7 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
 use super::OfReason;
-use crate::logging::Lost;
+use crate::logging::LogLines;
 use crate::serve::{traces, webhook};
 
 /// What is counted by those who tell.
@@ -18,12 +18,12 @@ use crate::serve::{traces, webhook};
 pub(crate) struct Told {
     pub(crate) webhook: Arc<webhook::Counts>,
     pub(crate) traces: Arc<traces::Counts>,
-    pub(crate) log: Lost,
+    pub(crate) log: LogLines,
 }
 
 impl Told {
     /// Nothing told yet.
-    pub(crate) fn new(log: Lost) -> Self {
+    pub(crate) fn new(log: LogLines) -> Self {
         Self { webhook: Arc::default(), traces: Arc::default(), log }
     }
 }
