@@ -276,6 +276,8 @@ mod tests {
     use super::*;
     use std::sync::mpsc;
 
+    use tokio_util::sync::CancellationToken;
+
     const LONG: Duration = Duration::from_secs(60);
 
     /// Work that sits in the "kernel" until it is let go.
@@ -291,8 +293,14 @@ mod tests {
         let pool = Pool::new("test", 1);
         let (release, work) = stalled();
         let held = Arc::new(());
-        let limit = Limit::within(Duration::from_millis(20)).holding(held.clone());
-        assert!(matches!(pool.run(&limit, work).await, Err(BlockError::Deadline)));
+        let stop = CancellationToken::new();
+        let limit = Limit::new(stop.clone(), Instant::now() + LONG).holding(held.clone());
+        // Given up when the kernel has it, not before.
+        let begun = move |stopped: &AtomicBool| {
+            stop.cancel();
+            work(stopped);
+        };
+        assert!(matches!(pool.run(&limit, begun).await, Err(BlockError::Stopped)));
         drop(limit);
         assert_eq!((pool.running(), Arc::strong_count(&held)), (1, 2));
         assert_eq!(pool.close(Duration::from_millis(20)).await, 1);
