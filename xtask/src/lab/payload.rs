@@ -31,19 +31,17 @@ pub(crate) fn make(
         fs::create_dir_all(tree.join(part)).with_context(|| format!("make {}", tree.display()))?;
     }
     if suite.iter().any(needs_hearth) {
-        let built = build(root, &["build", "--release", "-p", "hearth", "-p", "hearth-guest"])?;
-        for name in ["hearth", "hearth-guest"] {
-            let found = built.iter().find(|b| b.target == name);
-            let found = found.with_context(|| format!("cargo built no {name}"))?;
-            take(&found.path, &tree.join("bin").join(name))?;
+        for (name, program) in products(root)? {
+            take(&program, &tree.join("bin").join(name))?;
         }
     }
     if let Some(program) = firecracker {
         take(program, &tree.join("bin/firecracker"))?;
     }
     for (package, target) in programs(suite) {
-        let built = build(root, &["test", "--no-run", "-p", package, "--test", target])?;
-        let found = built.iter().find(|b| b.test && b.target == target);
+        // Of the whole workspace: a package alone is built with other features, and all it needs once more.
+        let built = build(root, &["test", "--no-run", "--workspace", "--test", target])?;
+        let found = built.iter().find(|b| b.test && b.target == target && b.package == package);
         let found = found.with_context(|| format!("{package} has no test program {target}"))?;
         take(&found.path, &tree.join("tests").join(test_file(package, target)))?;
     }
@@ -59,6 +57,19 @@ pub(crate) fn make(
     program::run("mke2fs", &[&options[..], &[&from, &to, &size]].concat(), "")?;
     fs::remove_dir_all(&tree).with_context(|| format!("remove {}", tree.display()))?;
     Ok(disk)
+}
+
+/// The product: what `HEARTH_BIN` and `HEARTH_GUEST` name, as for other tests, or fresh release binaries.
+fn products(root: &Path) -> Result<[(&'static str, PathBuf); 2]> {
+    if let (Some(hearth), Some(guest)) = (std::env::var_os("HEARTH_BIN"), std::env::var_os("HEARTH_GUEST")) {
+        return Ok([("hearth", hearth.into()), ("hearth-guest", guest.into())]);
+    }
+    let built = build(root, &["build", "--release", "-p", "hearth", "-p", "hearth-guest"])?;
+    let path = |name: &'static str| {
+        let found = built.iter().find(|b| b.target == name);
+        anyhow::Ok((name, found.with_context(|| format!("cargo built no {name}"))?.path.clone()))
+    };
+    Ok([path("hearth")?, path("hearth-guest")?])
 }
 
 /// The test programs of a suite, each once.
@@ -81,6 +92,7 @@ fn test_file(package: &str, target: &str) -> String {
 
 /// A program that cargo built.
 struct Built {
+    package: String,
     target: String,
     test: bool,
     path: PathBuf,
@@ -98,12 +110,22 @@ fn build(root: &Path, args: &[&str]) -> Result<Vec<Built>> {
     let messages = messages.context("read what cargo built")?;
     let programs = messages.iter().filter_map(|message| {
         Some(Built {
+            package: package_of(message["package_id"].as_str()?).to_owned(),
             target: message["target"]["name"].as_str()?.to_owned(),
             test: message["profile"]["test"].as_bool()?,
             path: message["executable"].as_str()?.into(),
         })
     });
     Ok(programs.collect())
+}
+
+/// The name in cargo's id of a package: after `#`, or the last directory where the two are the same.
+fn package_of(id: &str) -> &str {
+    let (path, rest) = id.rsplit_once('#').unwrap_or((id, ""));
+    match rest.split_once('@') {
+        Some((name, _)) => name,
+        None => path.rsplit('/').next().unwrap_or(path),
+    }
 }
 
 /// Copies a program without what only a debugger reads: that is nine tenths of a test program.
@@ -153,6 +175,12 @@ fn mib_of(dir: &Path) -> Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_name_of_a_package_is_in_its_id() {
+        assert_eq!(package_of("path+file:///w/crates/vmm#hearth-vmm@0.1.0"), "hearth-vmm");
+        assert_eq!(package_of("path+file:///w/crates/hearth#0.1.0"), "hearth");
+    }
 
     #[test]
     fn a_suite_survives_the_shell_and_says_what_needs_state() {
