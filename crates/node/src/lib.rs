@@ -5,6 +5,7 @@
 mod blocking;
 mod books;
 mod config;
+mod disk_sums;
 mod engine;
 mod error;
 pub mod events;

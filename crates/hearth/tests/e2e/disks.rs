@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use crate::node::{Node, Wish, cannot, in_path, text};
 use crate::running::Running;
+use crate::telemetry::metric;
 use crate::traps::{alive, signal, until};
 
 /// After so many reads of the writable disk a guest has booted long ago, and one that reads the whole disk has not ended.
@@ -50,7 +51,7 @@ fn a_guests_disks_go_through_its_shim() {
     if cannot("a_guests_disks_go_through_its_shim", true) {
         return;
     }
-    let node = node(String::new());
+    let node = Node::start(&Wish { slot_pool: 1, keep_exits: 600, ..Wish::default() });
     create(&node, "g", &[]);
     let dir = state_dir(&node, "g");
     assert!(dir.join("disk.overlay").exists());
@@ -62,8 +63,23 @@ fn a_guests_disks_go_through_its_shim() {
     assert!(overlay["write"]["bytes"].as_u64().unwrap() >= before + (4 << 20), "{overlay}");
     assert!(overlay["flush"]["requests"].as_u64().unwrap() > 0, "{overlay}");
     assert!(counted(&node, "g", "rootfs")["read"]["bytes"].as_u64().unwrap() > 0);
+    let id = node.inspect("g")["id"].as_str().unwrap().to_owned();
     node.ok(&["rm", "g"]);
     assert!(!dir.exists());
+    // The end has the last values, and so have the sums, in which nobody else is.
+    let kept = node.inspect(&id)["exit"]["disks"].clone();
+    let of = |disk: &str, what: &str, of: &str| {
+        let disk = kept.as_array().unwrap().iter().find(|d| d["disk"] == disk).unwrap();
+        disk[what][of].as_f64().unwrap()
+    };
+    assert!(of("overlay", "write", "bytes") >= overlay["write"]["bytes"].as_f64().unwrap(), "{kept}");
+    for (disk, operation) in [("overlay", "write"), ("overlay", "flush"), ("rootfs", "read")] {
+        let labels = format!("{{disk=\"{disk}\",operation=\"{operation}\"}}");
+        for (name, what) in [("bytes_total", "bytes"), ("request_seconds_count", "requests")] {
+            let summed = metric(&node, &format!("hearth_disk_{name}{labels}"));
+            assert_eq!(summed, of(disk, operation, what), "{name} {labels}");
+        }
+    }
     node.end_clean();
 }
 
