@@ -237,10 +237,10 @@ impl<H: Host> Engine<H> {
             env: new.env,
             disk_rate: new.disk_rate,
         };
-        // The node's own limit is for the disks it serves.
-        let served = spec.vmm == VmmKind::Qemu;
+        // A plain process has no disks.
+        let limited = spec.vmm != VmmKind::Process;
         let disk_rate =
-            if served { spec.disk_rate.or(self.context.config.disk_rate) } else { spec.disk_rate };
+            if limited { spec.disk_rate.or(self.context.config.disk_rate) } else { spec.disk_rate };
         let spec = SandboxSpec { disk_rate, ..spec };
         spec.validate().map_err(|e| EngineError::Invalid(e.to_string()))?;
         let id = random_id()?;
