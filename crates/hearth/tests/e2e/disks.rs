@@ -104,6 +104,45 @@ fn the_end_of_a_block_server_is_the_end_of_its_vm_and_is_told() {
 }
 
 #[test]
+fn a_vm_is_stopped_at_once_when_a_block_server_dies() {
+    if cannot("a_vm_is_stopped_at_once_when_a_block_server_dies", true) {
+        return;
+    }
+    const SERVES_MS: u64 = 3000;
+    let test = format!("failpoints = \"block.serve=delay({SERVES_MS})+error\"");
+    let node = Node::start(&Wish { test: test.leak(), slot_pool: 1, keep_exits: 600, ..Wish::default() });
+    // Whether its guest is ready by then depends on the machine.
+    node.cli(&["create", "busybox", "--name", "g", "--vmm", "qemu", "--disk", "16"]);
+    until(&node, "released", || node.list().as_array().unwrap().is_empty());
+    let exit = node.inspect("g")["exit"].clone();
+    assert_eq!(exit["reason"], "block-failed", "{exit}");
+    assert!(exit["detail"].as_str().unwrap().contains("block server failed: overlay"), "{exit}");
+    // From the VMM's start to its reaped end; its server lives for most of that.
+    let after = exit["wall_ms"].as_u64().unwrap().saturating_sub(SERVES_MS);
+    // 1 s is the promise; what is beyond is the load of the machine.
+    assert!(after < 15_000, "{exit}");
+    hearth_testkit::report(&format!("a VM was gone {after} ms after the server of its disk had died"));
+    node.end_clean();
+}
+
+#[test]
+fn what_could_not_be_kept_at_an_orderly_end_is_told_by_it() {
+    if cannot("what_could_not_be_kept_at_an_orderly_end_is_told_by_it", true) {
+        return;
+    }
+    let test = "failpoints = \"block.flush=error\"";
+    let node = Node::start(&Wish { test, slot_pool: 1, keep_exits: 600, ..Wish::default() });
+    // Its guest cannot mount a disk that it cannot flush, and powers off in good order.
+    node.cli(&["create", "busybox", "--name", "g", "--vmm", "qemu", "--disk", "16"]);
+    until(&node, "released", || node.list().as_array().unwrap().is_empty());
+    let exit = node.inspect("g")["exit"].clone();
+    assert_eq!(exit["reason"], "guest-shutdown", "{exit}");
+    let detail = exit["detail"].as_str().unwrap();
+    assert!(detail.contains("not all that the guest wrote was kept: flush of overlay: "), "{exit}");
+    node.end_clean();
+}
+
+#[test]
 fn disks_that_cannot_be_had_or_served_fail_the_creation_and_leave_nothing() {
     if cannot("disks_that_cannot_be_had_or_served_fail_the_creation_and_leave_nothing", true) {
         return;
