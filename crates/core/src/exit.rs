@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::block::DiskStats;
 use crate::id::{SandboxId, SandboxName, TemplateName};
 use crate::spec::VmmKind;
 use crate::usage::{CgroupCounters, Usage};
@@ -40,6 +41,9 @@ pub struct ExitRecord {
     /// Processes that the guest's kernel killed since the guest had no memory left, as its console told.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub guest_oom_kills: Option<u64>,
+    /// What was counted of each disk until it was closed; empty where the VMM opens the files itself.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskStats>,
 }
 
 impl ExitRecord {
@@ -61,6 +65,7 @@ impl ExitRecord {
             usage: None,
             cgroup: None,
             guest_oom_kills: None,
+            disks: vec![],
         }
     }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::block::BlockSpec;
+use crate::block::{BlockSpec, DiskRate};
 use crate::id::{InstanceName, SandboxId, SandboxName};
 use crate::spec::VmmKind;
 
@@ -73,6 +73,9 @@ pub struct ShimSpec {
     /// The disks go through the shim's block server; absent, the VMM opens their files itself.
     #[serde(default)]
     pub block: Option<BlockSpec>,
+    /// How fast each disk may be whose file the VMM opens itself, where the VMM can limit that.
+    #[serde(default)]
+    pub drive_rate: DiskRate,
     /// Virtual CPUs.
     pub cpus: u32,
     /// MiB.

@@ -5,6 +5,7 @@
 mod blocking;
 mod books;
 mod config;
+mod disk_sums;
 mod engine;
 mod error;
 pub mod events;
@@ -33,7 +34,7 @@ pub use exits::KeepExits;
 pub use failpoint::{Faults, Kill9};
 pub use hearth_core::failpoint::Failpoints;
 pub use meters::Meters;
-pub use reclaim::{KindProgress, ReclaimProgress, ReclaimState};
+pub use reclaim::{KindProgress, Looked, ReclaimProgress, ReclaimState};
 pub use reconcile::{Found, Outcome, Pass, PassResult, ReconcileReport};
 pub use records::{Loaded, Records};
 pub use sandbox::{StepStarted, View};

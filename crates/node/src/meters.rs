@@ -4,7 +4,6 @@
 use std::time::Duration;
 
 use hearth_core::exit::{ExitReason, ExitRecord};
-use hearth_core::record::Record;
 use hearth_core::steps::{ReleaseStep, Step};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -114,8 +113,7 @@ impl Meters {
         self.delete_steps.get_or_create(&OfStep { step: word(step) }).observe(took.as_secs_f64());
     }
 
-    pub(crate) fn exited(&self, record: &Record, exit: &ExitRecord) {
-        self.usage.ended(&record.id, &record.spec.template, exit);
+    pub(crate) fn exited(&self, exit: &ExitRecord) {
         self.exits.get_or_create(&OfReason { reason: exit.reason.as_str() }).inc();
     }
 }

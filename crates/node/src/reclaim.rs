@@ -27,7 +27,7 @@ use crate::trace::{self, TraceContext};
 
 pub(crate) use hands::Hands;
 pub(crate) use pace::Demand;
-pub use progress::{KindProgress, ReclaimProgress, ReclaimState};
+pub use progress::{KindProgress, Looked, ReclaimProgress, ReclaimState};
 
 /// Back-off between two rounds over what could not be released.
 const RETRY: std::ops::RangeInclusive<Duration> = Duration::from_secs(5)..=Duration::from_secs(300);

@@ -4,7 +4,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use hearth_api::shim::shim_service_client::ShimServiceClient;
-use hearth_api::shim::{BootRequest, InfoRequest, InfoResponse, StopRequest, UsageRequest};
+use hearth_api::shim::{
+    BlockStatsRequest, BootRequest, InfoRequest, InfoResponse, StopRequest, UsageRequest,
+};
+use hearth_core::block::DiskStats;
 use hearth_core::id::SandboxId;
 use hearth_core::shim::{SHIM_SOCKET, check_protocol};
 use hearth_core::usage::Usage;
@@ -71,6 +74,13 @@ async fn info(client: &Client) -> Result<InfoResponse, String> {
 pub(crate) async fn usage(client: &Client) -> Option<Usage> {
     let answer = tokio::time::timeout(ANSWER, client.clone().usage(UsageRequest {})).await.ok()?.ok()?;
     serde_json::from_str(&answer.into_inner().usage).ok()
+}
+
+/// What was counted of its disks; `None` if the shim does not say, empty if it serves none.
+pub(crate) async fn disks(client: &Client) -> Option<Vec<DiskStats>> {
+    let mut client = client.clone();
+    let answer = tokio::time::timeout(ANSWER, client.block_stats(BlockStatsRequest {})).await.ok()?.ok()?;
+    serde_json::from_str(&answer.into_inner().disks).ok()
 }
 
 /// Starts the VM and waits until the guest is ready.

@@ -26,6 +26,7 @@ use crate::engine::{Engine, Phase, now_ms, panic_text};
 use crate::error::{EngineError, chain};
 use crate::events::Events;
 use crate::images::Job;
+use crate::reclaim::Looked;
 use crate::sandbox::Begin;
 
 /// What is scanned at start. What lives inside a namespace goes with it and needs no scan of its own.
@@ -109,8 +110,15 @@ impl<H: Host> Engine<H> {
             tracing::info!("not ours and left alone: {}", path.display());
         }
         let mut seen = BTreeSet::new();
+        let mut looked = BTreeMap::<Kind, Looked>::new();
         for (scan, census) in SCANNED.iter().zip(scans) {
-            self.note(*scan, census?, &mut seen);
+            let census = census?;
+            let kind = match scan {
+                Scan::Slots => Kind::Netns,
+                Scan::Kind(kind) => *kind,
+            };
+            looked.entry(kind).or_default().foreign += census.foreign.len() as u64;
+            self.note(*scan, census, &mut seen);
         }
         seen.extend(loaded.without.iter().cloned().map(Seen::Directory));
         for (id, why) in &loaded.unreadable {
@@ -121,6 +129,16 @@ impl<H: Host> Engine<H> {
         let observed = self.observe(loaded.records).await;
         let unreadable = loaded.unreadable.keys().cloned().collect();
         let plan = plan(&observed, &seen, &unreadable, self.context.host.boot_id());
+        for thing in &seen {
+            let (kind, nameless) = match thing {
+                Seen::Slot(slot) => (Kind::Netns, plan.leaked_slots.contains(slot)),
+                Seen::Cgroup(name) => (Kind::Cgroup, plan.leaked_cgroups.contains(name)),
+                Seen::Directory(path) => (Kind::Directory, plan.leaked_directories.contains(path)),
+            };
+            let looked = looked.entry(kind).or_default();
+            *(if nameless { &mut looked.nameless } else { &mut looked.named }) += 1;
+        }
+        self.reclaim.send_modify(|p| p.census = looked);
         // A slot seen but neither in use nor called leaked may belong to a record that cannot be read.
         for slot in seen.iter().filter_map(|s| if let Seen::Slot(n) = s { Some(*n) } else { None }) {
             self.context.pool.mark(slot, SlotState::Stuck("its owner is not known".into()));

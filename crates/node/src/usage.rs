@@ -3,7 +3,6 @@
 //! sandboxes use from then on.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -18,6 +17,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
+use crate::disk_sums::DiskSums;
 use crate::engine::Engine;
 use crate::shim_client;
 
@@ -29,6 +29,9 @@ const OTHERS: &str = "(others)";
 const AT_ONCE: usize = 16;
 /// Shortest time between two rounds: a thousand shims are asked in each.
 const SHORTEST: Duration = Duration::from_secs(1);
+
+/// A counter's name, help and value.
+pub(crate) type Shown<T> = (&'static str, &'static str, fn(&T) -> u64);
 
 /// Counters since the VMM's start, or sums of them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -71,7 +74,10 @@ struct Sums {
 
 /// The sums of one engine.
 #[derive(Debug, Default)]
-pub(crate) struct UsageSums(Mutex<Sums>);
+pub(crate) struct UsageSums {
+    sums: Mutex<Sums>,
+    disks: DiskSums,
+}
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OfTemplate {
@@ -80,12 +86,13 @@ struct OfTemplate {
 
 impl UsageSums {
     fn lock(&self) -> MutexGuard<'_, Sums> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sums.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A sandbox begins under this daemon: all it uses counts.
     pub(crate) fn began(&self, id: &SandboxId) {
         self.lock().last.insert(id.clone(), Totals::default());
+        self.disks.began(id);
     }
 
     /// What a sandbox has used. Of one that began under an earlier daemon what follows counts.
@@ -111,34 +118,39 @@ impl UsageSums {
             let cpu_us = exit.cpu_us.or(usage.cpu_us);
             self.seen(id, template, &Usage { cpu_us, ..**usage });
         }
+        self.disks.seen(id, exit.disks.clone());
         self.forget(id);
     }
 
     /// Nothing more will be heard of this one.
     pub(crate) fn forget(&self, id: &SandboxId) {
         self.lock().last.remove(id);
+        self.disks.forget(id);
     }
 
     /// Adds the sums to a registry.
     pub(crate) fn register(&self, registry: &mut Registry) {
+        self.disks.register(registry);
         let by_template = self.lock().by_template.clone();
-        let cpu = Family::<OfTemplate, Counter<f64, AtomicU64>>::default();
+        let cpu = Family::<OfTemplate, Counter<f64, std::sync::atomic::AtomicU64>>::default();
         for (template, totals) in &by_template {
             let seconds = Duration::from_micros(totals.cpu_us).as_secs_f64();
             cpu.get_or_create(&OfTemplate { template: template.clone() }).inc_by(seconds);
         }
         registry.register("vmm_cpu_seconds", "CPU time of sandboxes by template", cpu);
-        let mut bytes = |name: &str, help: &str, value: fn(&Totals) -> u64| {
+        let bytes: [Shown<Totals>; 4] = [
+            ("vmm_disk_read_bytes", "Read by guests from their disks", |t| t.disk_read),
+            ("vmm_disk_written_bytes", "Written by guests to their disks", |t| t.disk_written),
+            ("vmm_network_received_bytes", "Received by guests", |t| t.net_received),
+            ("vmm_network_sent_bytes", "Sent by guests", |t| t.net_sent),
+        ];
+        for (name, help, value) in bytes {
             let family = Family::<OfTemplate, Counter>::default();
             for (template, totals) in &by_template {
                 family.get_or_create(&OfTemplate { template: template.clone() }).inc_by(value(totals));
             }
             registry.register(name, format!("{help}, by template"), family);
-        };
-        bytes("vmm_disk_read_bytes", "Read by guests from their disks", |t| t.disk_read);
-        bytes("vmm_disk_written_bytes", "Written by guests to their disks", |t| t.disk_written);
-        bytes("vmm_network_received_bytes", "Received by guests", |t| t.net_received);
-        bytes("vmm_network_sent_bytes", "Sent by guests", |t| t.net_sent);
+        }
     }
 }
 
@@ -155,15 +167,22 @@ impl<H: Host> Engine<H> {
             let running = running.into_iter().filter(|v| v.state == SandboxState::Running);
             let asked = running.filter_map(|view| {
                 let shim = view.shim?;
-                Some(async move { (view.record, shim_client::usage(&shim).await) })
+                Some(async move {
+                    let asked = futures::join!(shim_client::usage(&shim), shim_client::disks(&shim));
+                    (view.record, asked)
+                })
             });
             let mut asked = futures::stream::iter(asked).buffer_unordered(AT_ONCE);
-            while let Some(Some((record, usage))) = self.stop.run_until_cancelled(asked.next()).await {
+            while let Some(Some((record, (usage, disks)))) = self.stop.run_until_cancelled(asked.next()).await
+            {
                 // One that ended while it was asked is forgotten, and stays so.
                 let runs = self.context.books.find(record.id.as_str());
                 let runs = runs.is_ok_and(|h| h.view.borrow().state == SandboxState::Running);
                 if let Some(usage) = usage.filter(|_| runs) {
                     sums.seen(&record.id, &record.spec.template, &usage);
+                }
+                if let Some(disks) = disks.filter(|_| runs) {
+                    sums.disks.seen(&record.id, disks);
                 }
             }
         }

@@ -96,10 +96,10 @@ impl Firecracker {
         };
         api.put("/boot-source", &boot, CALL_DEADLINE).await?;
         if let Some(path) = &spec.rootfs {
-            api.put("/drives/rootfs", &Drive::root(path), CALL_DEADLINE).await?;
+            api.put("/drives/rootfs", &Drive::root(path, spec.drive_rate), CALL_DEADLINE).await?;
         }
         if let Some(path) = &spec.overlay {
-            api.put("/drives/overlay", &Drive::writable(path), CALL_DEADLINE).await?;
+            api.put("/drives/overlay", &Drive::writable(path, spec.drive_rate), CALL_DEADLINE).await?;
         }
         if let Some(net) = &spec.net {
             self.check_tap(&net.tap)?;

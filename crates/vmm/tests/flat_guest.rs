@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::flat::{HELLO, Then, elf, firecracker};
 use common::{Place, Running, assert_gone, identity, until};
+use hearth_core::block::DiskRate;
 use hearth_core::exit::ExitReason;
 use hearth_core::shim::{GuestNetSpec, ShimSpec};
 use hearth_core::spec::VmmKind;
@@ -157,4 +158,31 @@ async fn a_run_directory_too_deep_for_a_socket_is_named() {
     let running = Running::new(ShimSpec { run_dir, ..spec });
     let error = running.handle.boot().await.unwrap_err().to_string();
     assert!(error.contains("at most 107"), "{error}");
+}
+
+#[tokio::test]
+async fn drives_with_a_rate_limit_are_taken() {
+    let Some((place, spec)) = place(&Then::Halt) else { return };
+    let disk = |name: &str| {
+        let path = place.dir.path().join(name);
+        std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+        Some(path)
+    };
+    let (rootfs, overlay) = (disk("rootfs"), disk("disk"));
+    for drive_rate in [
+        DiskRate { mib_per_second: 4, iops: 2000, burst_ms: 0 },
+        DiskRate { mib_per_second: 0, iops: 1, burst_ms: 1 },
+        DiskRate {
+            mib_per_second: *DiskRate::MIB_PER_SECOND.end(),
+            iops: *DiskRate::IOPS.end(),
+            burst_ms: *DiskRate::BURST_MS.end(),
+        },
+    ] {
+        let spec = ShimSpec { rootfs: rootfs.clone(), overlay: overlay.clone(), drive_rate, ..spec.clone() };
+        let running = Running::new(spec);
+        running.handle.boot().await.unwrap();
+        let record = running.handle.stop(Duration::ZERO).await.unwrap();
+        assert_eq!(record.reason, ExitReason::Stopped);
+        running.ended().await;
+    }
 }

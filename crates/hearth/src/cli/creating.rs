@@ -40,10 +40,10 @@ pub(super) struct SandboxArgs {
     /// Writable disk, sizes as for --memory
     #[arg(long, value_name = "SIZE", value_parser = parse::disk, default_value = "512M")]
     pub(super) disk: u64,
-    /// Most that its disks move, a size per second; as the node has it if absent (qemu only)
+    /// Most that its disks move, a size per second; as the node has it if absent
     #[arg(long, value_name = "SIZE", value_parser = parse::disk_bandwidth)]
     pub(super) disk_bandwidth: Option<u64>,
-    /// Most requests per second to its disks; as the node has it if absent (qemu only)
+    /// Most requests per second to its disks; as the node has it if absent
     #[arg(long, value_name = "N", value_parser = parse::disk_iops)]
     pub(super) disk_iops: Option<u64>,
     /// After a pause, what N milliseconds would have allowed may come at once

@@ -30,7 +30,7 @@ pub(super) fn sandbox(s: &Sandbox) -> Value {
         "unknown": (!s.unknown.is_empty()).then_some(&s.unknown),
         "unreachable": (!s.unreachable.is_empty()).then_some(&s.unreachable),
         "disk_rate": disk_rate(s),
-        "disks": disks(s),
+        "disks": disks(&s.disk_stats),
         "exit": s.exit.as_ref().map(exit),
         "resources": s.resources,
         "steps": steps(s),
@@ -50,8 +50,8 @@ fn disk_rate(s: &Sandbox) -> Value {
 }
 
 /// What was counted of its disks, in short: kinds of requests that never came are left out.
-fn disks(s: &Sandbox) -> Value {
-    let stats: Vec<DiskStats> = match serde_json::from_str(&s.disk_stats) {
+fn disks(stats: &str) -> Value {
+    let stats: Vec<DiskStats> = match serde_json::from_str(stats) {
         Ok(stats) => stats,
         // A daemon or a shim that does not say.
         Err(_) => return Value::Null,
@@ -99,6 +99,7 @@ fn exit(e: &Exit) -> Value {
         "usage": e.usage.as_ref().map(stats::usage),
         "cgroup": e.cgroup.as_ref().map(cgroup),
         "guest_oom_kills": e.guest_oom_kills,
+        "disks": disks(&e.disks),
     })
 }
 

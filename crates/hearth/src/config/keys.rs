@@ -156,10 +156,28 @@ pub(crate) static KEYS: &[Key] = &[
         "File with the secret that signs what is posted"
     ),
     key!(
+        "webhook.ca_file",
+        "FILE",
+        webhook.ca_file,
+        "PEM file with the certificates that are trusted, instead of the host's"
+    ),
+    key!(
+        "webhook.give_up_seconds",
+        "N",
+        webhook.give_up_seconds,
+        "How long events are posted again that are answered with 4xx, but for 408, 425 and 429"
+    ),
+    key!(
         "otlp.endpoint",
         "URL",
         otlp.endpoint,
         "Collector for traces, OTLP over gRPC, such as http://127.0.0.1:4317"
+    ),
+    key!(
+        "otlp.ca_file",
+        "FILE",
+        otlp.ca_file,
+        "PEM file with the certificates that are trusted, instead of the host's"
     ),
     key!("log.format", "FORMAT", log.format, "Form of log lines: human or json"),
     key!("log.file", "FILE", log.file, "Where log lines go, if not to stderr"),

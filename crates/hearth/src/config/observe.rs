@@ -14,12 +14,22 @@ pub(crate) struct EventsConfig {
 }
 
 /// `[webhook]`
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct WebhookConfig {
     /// Where events are posted; `None`: nowhere.
     pub(crate) url: Option<Url>,
     /// File with the secret that signs them.
     pub(crate) secret_file: Option<PathBuf>,
+    /// Certificates that are trusted instead of the host's roots.
+    pub(crate) ca_file: Option<PathBuf>,
+    /// How long events are posted again that are refused for what they are.
+    pub(crate) give_up_seconds: u64,
+}
+
+impl Default for WebhookConfig {
+    fn default() -> Self {
+        Self { url: None, secret_file: None, ca_file: None, give_up_seconds: 600 }
+    }
 }
 
 /// `[otlp]`
@@ -27,6 +37,8 @@ pub(crate) struct WebhookConfig {
 pub(crate) struct OtlpConfig {
     /// Collector that takes OTLP over gRPC; `None`: no traces.
     pub(crate) endpoint: Option<Url>,
+    /// Certificates that are trusted instead of the host's roots.
+    pub(crate) ca_file: Option<PathBuf>,
 }
 
 /// `[log]`
@@ -115,14 +127,15 @@ pub(super) fn check(config: &Config) -> Result<(), (&'static str, String)> {
         let why = "webhook.url is set, and whoever gets events must be able to tell that they are ours";
         return Err(("webhook.secret_file", format!("{why}; name a file with a secret")));
     }
-    if config.otlp.endpoint.as_ref().is_some_and(|e| e.0.scheme_str() == Some("https")) {
-        let why = "https is not spoken to a collector; name one on this host or in its network by http://";
-        return Err(("otlp.endpoint", why.into()));
-    }
     if config.log.file_mib == 0 {
         return Err(("log.file_mib", "0 is not allowed; use 1 or more".into()));
     }
-    for (key, path) in [("webhook.secret_file", &hook.secret_file), ("log.file", &config.log.file)] {
+    for (key, path) in [
+        ("webhook.secret_file", &hook.secret_file),
+        ("webhook.ca_file", &hook.ca_file),
+        ("otlp.ca_file", &config.otlp.ca_file),
+        ("log.file", &config.log.file),
+    ] {
         if let Some(path) = path.as_ref().filter(|p| !p.is_absolute()) {
             return Err((key, format!("{path:?} is not absolute; write the whole path")));
         }

@@ -41,6 +41,12 @@ struct OfKind {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OfThing {
+    kind: &'static str,
+    whose: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OfResult {
     result: &'static str,
 }
@@ -168,9 +174,31 @@ fn reclaim(registry: &mut Registry, progress: &ReclaimProgress) {
         family.get_or_create(&of).set(i64::from(state == progress.state));
     }
     registry.register("reclaim_state", "1 for where the release of leftovers is", family);
-    let counts = [("found", progress.total), ("released", progress.done), ("failed", progress.failed)];
+    let counts = [
+        ("found", progress.total),
+        ("released", progress.done),
+        ("failed", progress.failed),
+        ("pending", progress.pending()),
+    ];
     let counts = counts.map(|(state, n)| (state, u32::try_from(n).unwrap_or(u32::MAX)));
     states(registry, "reclaim_leftovers", "Leftovers of the first round and later passes", counts);
+    if let Some(rest) = progress.estimate() {
+        let gauge = Gauge::<f64, AtomicU64>::default();
+        gauge.set(rest.as_secs_f64());
+        let help = "Time to the end of the first round at the rate so far";
+        registry.register("reclaim_estimate_seconds", help, gauge);
+    }
+    if !progress.census.is_empty() {
+        let family = Family::<OfThing, Gauge>::default();
+        for (kind, looked) in &progress.census {
+            let all = [("named", looked.named), ("nameless", looked.nameless), ("foreign", looked.foreign)];
+            for (whose, n) in all {
+                let of = OfThing { kind: kind.as_str(), whose };
+                family.get_or_create(&of).set(i64::try_from(n).unwrap_or(i64::MAX));
+            }
+        }
+        registry.register("census_things", "What the census of the start looked at", family);
+    }
 }
 
 /// Those without a reason inside; the others appear once there is one.

@@ -16,6 +16,7 @@ mod stats;
 mod status;
 mod supervisor;
 mod templates;
+mod tls;
 mod traces;
 pub(crate) mod vmms;
 mod webhook;
@@ -184,6 +185,7 @@ impl Daemon {
         }
         let told = Told::new(log.clone());
         let webhook = webhook::Webhook::new(config, Arc::clone(&told.webhook))?;
+        let traces = traces::Traces::begin(config, Arc::clone(&told.traces))?;
         let engine = Engine::new(Arc::clone(&host), engine_config(config, host.boot_id(), log)?);
         let events = engine.events().clone();
         let event = Events::now(EventKind::DaemonStarted).with("pid", std::process::id());
@@ -203,9 +205,7 @@ impl Daemon {
         if let Some(webhook) = webhook {
             node.spawn(webhook.run(node.engine.events().clone(), node.ended.clone()));
         }
-        if let Some(endpoint) = &config.otlp.endpoint {
-            let traces =
-                traces::Traces::begin(endpoint, config.instance.as_str(), Arc::clone(&node.told.traces));
+        if let Some(traces) = traces {
             node.spawn(traces.run(node.ended.clone()));
         }
         let starting = Arc::clone(&node);

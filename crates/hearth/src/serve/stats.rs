@@ -113,6 +113,8 @@ pub(super) fn exit(e: &ExitRecord) -> v1::Exit {
         usage: e.usage.as_deref().map(usage),
         cgroup: e.cgroup.as_deref().map(cgroup),
         guest_oom_kills: e.guest_oom_kills,
+        // Numbers and strings always serialize.
+        disks: serde_json::to_string(&e.disks).unwrap_or_default(),
     }
 }
 

@@ -6,9 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use hearth_node::trace::TraceContext;
+use hyper_rustls::HttpsConnector;
+use hyper_util::client::legacy::connect::HttpConnector;
 use opentelemetry::KeyValue;
 use opentelemetry::propagation::{Extractor, TextMapPropagator as _};
-use opentelemetry_otlp::{SpanExporter, WithExportConfig as _};
+use opentelemetry_otlp::{SpanExporter, WithExportConfig as _, WithTonicConfig as _};
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::OTelSdkResult;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
@@ -16,8 +18,10 @@ use opentelemetry_sdk::trace::{SdkTracerProvider, Span, SpanData, SpanExporter a
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 use tonic::metadata::MetadataMap;
+use tonic::transport::Endpoint;
 
-use crate::config::Url;
+use super::tls;
+use crate::config::{Config, Url};
 
 /// Spans that wait to be sent; what ends while so many wait is dropped.
 const QUEUE: usize = 4096;
@@ -66,30 +70,39 @@ impl SpanProcessor for Queue {
 pub(crate) struct Traces {
     spans: mpsc::Receiver<SpanData>,
     endpoint: Url,
+    connector: HttpsConnector<HttpConnector>,
     resource: Resource,
     counts: Arc<Counts>,
 }
 
 impl Traces {
-    /// Begins to gather spans of the whole process for this collector.
-    pub(crate) fn begin(endpoint: &Url, instance: &str, counts: Arc<Counts>) -> Self {
+    /// Begins to gather spans of the whole process for the collector that is configured, if one is.
+    ///
+    /// # Errors
+    /// If https to it has nobody to trust.
+    pub(crate) fn begin(config: &Config, counts: Arc<Counts>) -> anyhow::Result<Option<Self>> {
+        let Some(endpoint) = &config.otlp.endpoint else { return Ok(None) };
+        let ca_file = config.otlp.ca_file.as_deref();
+        let connector = tls::connector(&endpoint.uri(), tls::Http::Two, "otlp.ca_file", ca_file)?;
         let (sender, spans) = mpsc::channel(QUEUE);
         let resource = Resource::builder()
             .with_service_name("hearth")
-            .with_attribute(KeyValue::new("service.instance.id", instance.to_owned()))
+            .with_attribute(KeyValue::new("service.instance.id", config.instance.to_string()))
             .with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")))
             .build();
         let queue = Queue { spans: sender, counts: Arc::clone(&counts) };
         let provider = SdkTracerProvider::builder();
         let provider = provider.with_resource(resource.clone()).with_span_processor(queue).build();
         opentelemetry::global::set_tracer_provider(provider);
-        Self { spans, endpoint: endpoint.clone(), resource, counts }
+        Ok(Some(Self { spans, endpoint: endpoint.clone(), connector, resource, counts }))
     }
 
     /// Sends until `stop`, and once more what waits then.
     pub(crate) async fn run(mut self, stop: CancellationToken) {
-        let exporter = SpanExporter::builder().with_tonic().with_endpoint(self.endpoint.to_string());
-        let mut exporter = match exporter.with_timeout(WITHIN).build() {
+        let endpoint = Endpoint::from(self.endpoint.uri()).connect_timeout(WITHIN).timeout(WITHIN);
+        let channel = endpoint.connect_with_connector_lazy(self.connector.clone());
+        let exporter = SpanExporter::builder().with_tonic().with_channel(channel).with_timeout(WITHIN);
+        let mut exporter = match exporter.build() {
             Ok(exporter) => exporter,
             Err(e) => return tracing::error!("no traces: {e}"),
         };

@@ -15,15 +15,17 @@ use hearth_node::events::{From, Item, Reader};
 use hmac::{Hmac, Mac as _};
 use http_body_util::Full;
 use hyper::body::Bytes;
-use hyper::{Method, Request, Uri};
+use hyper::{Method, Request, StatusCode, Uri};
 use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::tls;
 use crate::config::Config;
 
 /// Events posted at once.
@@ -44,6 +46,8 @@ pub(crate) struct Counts {
     pub(crate) failures: AtomicU64,
     /// Events that were not kept until their turn came.
     pub(crate) missed: AtomicU64,
+    /// Events that were refused for so long that they were given up.
+    pub(crate) dropped: AtomicU64,
 }
 
 /// One address.
@@ -54,7 +58,29 @@ pub(crate) struct Webhook {
     /// Notes how far it is; `None` where no journal is kept.
     cursor: Option<PathBuf>,
     client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    /// How long what is refused is posted again.
+    give_up: Duration,
     counts: Arc<Counts>,
+}
+
+/// Why a post failed.
+struct Failure {
+    why: String,
+    /// The address does not want these: to post them again helps only once somebody changes it.
+    refused: bool,
+}
+
+/// What the log has of it: one line per change. The wait goes on with it.
+struct Mood {
+    now: Taken,
+    wait: Duration,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Taken {
+    Yes,
+    TryingAgain,
+    Dropping,
 }
 
 /// What is posted.
@@ -76,7 +102,7 @@ impl Webhook {
     /// The one that is configured, if one is.
     ///
     /// # Errors
-    /// If the secret cannot be read, or https has no roots of trust here.
+    /// If the secret cannot be read, or https has nobody to trust.
     pub(crate) fn new(config: &Config, counts: Arc<Counts>) -> anyhow::Result<Option<Self>> {
         let (Some(url), Some(file)) = (&config.webhook.url, &config.webhook.secret_file) else {
             return Ok(None);
@@ -87,16 +113,14 @@ impl Webhook {
             bail!("webhook.secret_file {} is empty; write a secret into it", file.display());
         }
         let uri = url.uri();
-        let connector = hyper_rustls::HttpsConnectorBuilder::new();
-        let connector = match uri.scheme_str() {
-            Some("https") => connector.with_native_roots().context("webhook.url: no roots of trust")?,
-            _ => connector.with_tls_config(no_trust()),
-        };
-        let connector = connector.https_or_http().enable_http1().build();
+        let ca_file = config.webhook.ca_file.as_deref();
+        let connector = tls::connector(&uri, tls::Http::One, "webhook.ca_file", ca_file)?;
         let client = Client::builder(TokioExecutor::new()).pool_timer(TokioTimer::new()).build(connector);
         let kept = config.events.keep_mib > 0;
         let cursor = kept.then(|| config.instance_state_dir().join("events/webhook.json"));
-        Ok(Some(Self { uri, secret, instance: config.instance.to_string(), cursor, client, counts }))
+        let instance = config.instance.to_string();
+        let give_up = Duration::from_secs(config.webhook.give_up_seconds);
+        Ok(Some(Self { uri, secret, instance, cursor, client, give_up, counts }))
     }
 
     /// Posts until `stop`.
@@ -118,6 +142,7 @@ impl Webhook {
         };
         let Ok(mut reader) = reader else { return };
         let mut told = false;
+        let mut mood = Mood { now: Taken::Yes, wait: *RETRY.start() };
         loop {
             let batch = match next_batch(&mut reader).await {
                 Ok(batch) => batch,
@@ -131,52 +156,87 @@ impl Webhook {
             };
             told = false;
             self.counts.missed.fetch_add(batch.missed, Ordering::Relaxed);
-            self.deliver(&batch).await;
-            self.counts.delivered.fetch_add(batch.events.len() as u64, Ordering::Relaxed);
+            self.deliver(&batch, &mut mood).await;
             if let Some(last) = batch.last {
                 self.note(last).await;
             }
         }
     }
 
-    /// Tries until these are taken. One line in the log per change of state.
-    async fn deliver(&self, batch: &Batch) {
-        let events = batch.events.iter().map(Arc::as_ref).collect();
-        let body = Body { instance: &self.instance, missed: batch.missed, events };
-        let body = match serde_json::to_vec(&body) {
-            Ok(body) => Bytes::from(body),
-            Err(e) => return tracing::error!("webhook: {e}"),
-        };
-        let mut wait = *RETRY.start();
-        let mut failing = false;
-        while let Err(why) = self.post(body.clone()).await {
-            self.counts.failures.fetch_add(1, Ordering::Relaxed);
-            if !std::mem::replace(&mut failing, true) {
-                tracing::warn!("webhook {}: {why}; trying again", self.uri);
+    /// Tries until these are taken, or refused for too long. Then each is tried alone: one that the address cannot
+    /// swallow must not take others with it.
+    async fn deliver(&self, batch: &Batch, mood: &mut Mood) {
+        let mut dropped = 0;
+        if !self.insist(&batch.events, batch.missed, self.give_up, mood).await {
+            for (i, event) in batch.events.iter().enumerate() {
+                let missed = if i == 0 { batch.missed } else { 0 };
+                let taken = self.insist(std::slice::from_ref(event), missed, Duration::ZERO, mood).await;
+                dropped += u64::from(!taken);
             }
-            tokio::time::sleep(wait).await;
-            wait = (wait * 2).min(*RETRY.end());
         }
-        if failing {
-            tracing::info!("webhook {}: events are taken again", self.uri);
+        self.counts.delivered.fetch_add(batch.events.len() as u64 - dropped, Ordering::Relaxed);
+        self.counts.dropped.fetch_add(dropped, Ordering::Relaxed);
+        if dropped == 0 {
+            mood.wait = *RETRY.start();
+            if std::mem::replace(&mut mood.now, Taken::Yes) != Taken::Yes {
+                tracing::info!("webhook {}: events are taken again", self.uri);
+            }
+        } else if std::mem::replace(&mut mood.now, Taken::Dropping) != Taken::Dropping {
+            let given = self.give_up.as_secs();
+            tracing::warn!(
+                dropped,
+                "webhook {}: dropping events that it has refused for {given} s",
+                self.uri
+            );
         }
     }
 
-    async fn post(&self, body: Bytes) -> Result<(), String> {
+    /// Posts until these are taken; false if they were refused and nothing else for `patience`.
+    async fn insist(&self, events: &[Arc<Event>], missed: u64, patience: Duration, mood: &mut Mood) -> bool {
+        let events = events.iter().map(Arc::as_ref).collect();
+        let body = match serde_json::to_vec(&Body { instance: &self.instance, missed, events }) {
+            Ok(body) => Bytes::from(body),
+            Err(e) => {
+                tracing::error!("webhook: {e}");
+                return false;
+            }
+        };
+        let mut refused_since = None;
+        while let Err(failure) = self.post(body.clone()).await {
+            self.counts.failures.fetch_add(1, Ordering::Relaxed);
+            refused_since = failure.refused.then(|| refused_since.unwrap_or_else(Instant::now));
+            if refused_since.is_some_and(|since| since.elapsed() >= patience) {
+                return false;
+            }
+            if mood.now == Taken::Yes {
+                mood.now = Taken::TryingAgain;
+                tracing::warn!("webhook {}: {}; trying again", self.uri, failure.why);
+            }
+            tokio::time::sleep(mood.wait).await;
+            mood.wait = (mood.wait * 2).min(*RETRY.end());
+        }
+        true
+    }
+
+    async fn post(&self, body: Bytes) -> Result<(), Failure> {
+        let failed = |why| Failure { why, refused: false };
         let seconds = super::now_ms() / 1000;
         let request = Request::builder()
             .method(Method::POST)
             .uri(self.uri.clone())
             .header("content-type", "application/json")
             .header("user-agent", concat!("hearth/", env!("CARGO_PKG_VERSION")))
-            .header(SIGNATURE, signature(&self.secret, seconds, &body)?)
+            .header(SIGNATURE, signature(&self.secret, seconds, &body).map_err(failed)?)
             .body(Full::new(body))
-            .map_err(|e| e.to_string())?;
+            .map_err(|e| failed(e.to_string()))?;
         match tokio::time::timeout(WITHIN, self.client.request(request)).await {
-            Err(_) => Err(format!("no answer within {} s", WITHIN.as_secs())),
-            Ok(Err(e)) => Err(hearth_node::chain(&e)),
+            Err(_) => Err(failed(format!("no answer within {} s", WITHIN.as_secs()))),
+            Ok(Err(e)) => Err(failed(hearth_node::chain(&e))),
             Ok(Ok(answer)) if answer.status().is_success() => Ok(()),
-            Ok(Ok(answer)) => Err(format!("it answered {}", answer.status())),
+            Ok(Ok(answer)) => {
+                let status = answer.status();
+                Err(Failure { why: format!("it answered {status}"), refused: is_refusal(status) })
+            }
         }
     }
 
@@ -240,16 +300,32 @@ fn write_cursor(path: &Path, delivered: u64) -> io::Result<()> {
     fs::rename(&fresh, path)
 }
 
-/// For an address that is not https: no certificate is ever looked at.
-fn no_trust() -> rustls::ClientConfig {
-    rustls::ClientConfig::builder()
-        .with_root_certificates(rustls::RootCertStore::empty())
-        .with_no_client_auth()
+/// Whether an answer is about what was posted, and not about when.
+fn is_refusal(status: StatusCode) -> bool {
+    let later =
+        [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_EARLY, StatusCode::TOO_MANY_REQUESTS].contains(&status);
+    status.is_client_error() && !later
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_may_be_taken_later_is_no_refusal() {
+        for (code, refusal) in [
+            (400, true),
+            (401, true),
+            (413, true),
+            (408, false),
+            (425, false),
+            (429, false),
+            (301, false),
+            (503, false),
+        ] {
+            assert_eq!(is_refusal(StatusCode::from_u16(code).unwrap()), refusal, "{code}");
+        }
+    }
 
     #[test]
     fn the_signature_is_that_of_other_implementations() {

@@ -54,6 +54,7 @@ fn spec(dir: &TempDir, program: PathBuf) -> ShimSpec {
         rootfs: None,
         overlay: None,
         block: None,
+        drive_rate: Default::default(),
         cpus: 1,
         memory_mib: 64,
         netns: None,

@@ -124,6 +124,14 @@ fn leftovers_go_and_nothing_foreign_is_changed() {
     assert_eq!(health["reclaim"]["failed"], 1);
     assert_eq!(health["status"], "healthy");
     assert_eq!(metric(&node, "hearth_leaked{kind=\"netns\"}"), 1.0);
+    for (state, n) in [("found", 40.0), ("released", 39.0), ("failed", 1.0), ("pending", 0.0)] {
+        let line = format!("hearth_reclaim_leftovers{{state=\"{state}\"}}");
+        assert_eq!(metric(&node, &line), n, "{state}");
+    }
+    let looked =
+        |whose: &str| metric(&node, &format!("hearth_census_things{{kind=\"netns\",whose=\"{whose}\"}}"));
+    // Tests beside this one have namespaces of their own.
+    assert!((looked("named"), looked("nameless")) == (0.0, 40.0) && looked("foreign") >= 1.0);
     assert_eq!(metric(&node, "hearth_slots{state=\"foreign\"}"), 2.0, "the held one and the plain file");
     let named = format!("process {} (sleep)", stranger.id());
     assert!(node.log_text().contains(&named), "the holder is not named: {}", node.log_text());

@@ -10,6 +10,7 @@ use serde_json::Value;
 
 use crate::node::{Node, Wish, cannot, in_path, text};
 use crate::running::Running;
+use crate::telemetry::metric;
 use crate::traps::{alive, signal, until};
 
 /// After so many reads of the writable disk a guest has booted long ago, and one that reads the whole disk has not ended.
@@ -50,7 +51,7 @@ fn a_guests_disks_go_through_its_shim() {
     if cannot("a_guests_disks_go_through_its_shim", true) {
         return;
     }
-    let node = node(String::new());
+    let node = Node::start(&Wish { slot_pool: 1, keep_exits: 600, ..Wish::default() });
     create(&node, "g", &[]);
     let dir = state_dir(&node, "g");
     assert!(dir.join("disk.overlay").exists());
@@ -62,8 +63,23 @@ fn a_guests_disks_go_through_its_shim() {
     assert!(overlay["write"]["bytes"].as_u64().unwrap() >= before + (4 << 20), "{overlay}");
     assert!(overlay["flush"]["requests"].as_u64().unwrap() > 0, "{overlay}");
     assert!(counted(&node, "g", "rootfs")["read"]["bytes"].as_u64().unwrap() > 0);
+    let id = node.inspect("g")["id"].as_str().unwrap().to_owned();
     node.ok(&["rm", "g"]);
     assert!(!dir.exists());
+    // The end has the last values, and so have the sums, in which nobody else is.
+    let kept = node.inspect(&id)["exit"]["disks"].clone();
+    let of = |disk: &str, what: &str, of: &str| {
+        let disk = kept.as_array().unwrap().iter().find(|d| d["disk"] == disk).unwrap();
+        disk[what][of].as_f64().unwrap()
+    };
+    assert!(of("overlay", "write", "bytes") >= overlay["write"]["bytes"].as_f64().unwrap(), "{kept}");
+    for (disk, operation) in [("overlay", "write"), ("overlay", "flush"), ("rootfs", "read")] {
+        let labels = format!("{{disk=\"{disk}\",operation=\"{operation}\"}}");
+        for (name, what) in [("bytes_total", "bytes"), ("request_seconds_count", "requests")] {
+            let summed = metric(&node, &format!("hearth_disk_{name}{labels}"));
+            assert_eq!(summed, of(disk, operation, what), "{name} {labels}");
+        }
+    }
     node.end_clean();
 }
 
@@ -85,6 +101,45 @@ fn the_end_of_a_block_server_is_the_end_of_its_vm_and_is_told() {
         assert!(node.log_text().contains(expected), "{fault}: {}", node.log_text());
         node.end_clean();
     }
+}
+
+#[test]
+fn a_vm_is_stopped_at_once_when_a_block_server_dies() {
+    if cannot("a_vm_is_stopped_at_once_when_a_block_server_dies", true) {
+        return;
+    }
+    const SERVES_MS: u64 = 3000;
+    let test = format!("failpoints = \"block.serve=delay({SERVES_MS})+error\"");
+    let node = Node::start(&Wish { test: test.leak(), slot_pool: 1, keep_exits: 600, ..Wish::default() });
+    // Whether its guest is ready by then depends on the machine.
+    node.cli(&["create", "busybox", "--name", "g", "--vmm", "qemu", "--disk", "16"]);
+    until(&node, "released", || node.list().as_array().unwrap().is_empty());
+    let exit = node.inspect("g")["exit"].clone();
+    assert_eq!(exit["reason"], "block-failed", "{exit}");
+    assert!(exit["detail"].as_str().unwrap().contains("block server failed: overlay"), "{exit}");
+    // From the VMM's start to its reaped end; its server lives for most of that.
+    let after = exit["wall_ms"].as_u64().unwrap().saturating_sub(SERVES_MS);
+    // 1 s is the promise; what is beyond is the load of the machine.
+    assert!(after < 15_000, "{exit}");
+    hearth_testkit::report(&format!("a VM was gone {after} ms after the server of its disk had died"));
+    node.end_clean();
+}
+
+#[test]
+fn what_could_not_be_kept_at_an_orderly_end_is_told_by_it() {
+    if cannot("what_could_not_be_kept_at_an_orderly_end_is_told_by_it", true) {
+        return;
+    }
+    let test = "failpoints = \"block.flush=error\"";
+    let node = Node::start(&Wish { test, slot_pool: 1, keep_exits: 600, ..Wish::default() });
+    // Its guest cannot mount a disk that it cannot flush, and powers off in good order.
+    node.cli(&["create", "busybox", "--name", "g", "--vmm", "qemu", "--disk", "16"]);
+    until(&node, "released", || node.list().as_array().unwrap().is_empty());
+    let exit = node.inspect("g")["exit"].clone();
+    assert_eq!(exit["reason"], "guest-shutdown", "{exit}");
+    let detail = exit["detail"].as_str().unwrap();
+    assert!(detail.contains("not all that the guest wrote was kept: flush of overlay: "), "{exit}");
+    node.end_clean();
 }
 
 #[test]

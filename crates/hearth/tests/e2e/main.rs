@@ -18,6 +18,7 @@ mod exits;
 mod firecracker;
 mod guest;
 mod http;
+mod https;
 mod layout;
 mod matrix;
 mod metrics;

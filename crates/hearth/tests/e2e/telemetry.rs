@@ -45,7 +45,14 @@ fn listener(node: &Node, port: u16) -> TcpListener {
 }
 
 #[derive(Clone, Default)]
-struct Collector(Arc<Mutex<Vec<Span>>>);
+pub struct Collector(Arc<Mutex<Vec<Span>>>);
+
+impl Collector {
+    /// What came so far.
+    pub fn spans(&self) -> Vec<Span> {
+        self.0.lock().expect("spans").clone()
+    }
+}
 
 #[tonic::async_trait]
 impl TraceService for Collector {

@@ -1,7 +1,7 @@
 //! Events posted to an address that is away, answers badly, and takes them at last.
 
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::io::{BufRead as _, BufReader, Read, Write as _};
+use std::net::{SocketAddr, TcpListener};
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -16,12 +16,12 @@ use crate::telemetry::{metric, wait_for_metric};
 const SECRET: &str = "a secret of this test";
 
 /// One request as it came.
-struct Posted {
+pub struct Posted {
     signature: String,
-    body: Vec<u8>,
+    pub body: Vec<u8>,
 }
 
-fn read_request(stream: &mut BufReader<TcpStream>) -> Option<Posted> {
+pub fn read_request(stream: &mut BufReader<impl Read>) -> Option<Posted> {
     let mut line = String::new();
     stream.read_line(&mut line).ok().filter(|n| *n > 0)?;
     assert!(line.starts_with("POST /hook HTTP/1.1"), "{line}");
@@ -41,26 +41,26 @@ fn read_request(stream: &mut BufReader<TcpStream>) -> Option<Posted> {
     Some(Posted { signature, body })
 }
 
-/// Listens inside the node's namespace; the first two requests are refused.
-fn listen(node: &Node) -> mpsc::Receiver<Posted> {
+/// Listens inside the node's namespace, and answers each request with a status; what got one of 2xx comes out.
+fn listen(
+    node: &Node,
+    mut answer: impl FnMut(&Posted) -> &'static str + Send + 'static,
+) -> mpsc::Receiver<Posted> {
     let bound = hearth_host::net::netns::enter(&node.netns.path(), || {
         Ok(TcpListener::bind(SocketAddr::from(([127, 0, 0, 1], 9000))))
     });
     let listener = bound.expect("the namespace").expect("a listener");
     let (send, posted) = mpsc::channel();
     std::thread::spawn(move || {
-        let mut refused = 0;
         for stream in listener.incoming().map_while(Result::ok) {
             let mut stream = BufReader::new(stream);
             while let Some(request) = read_request(&mut stream) {
-                let refuse = refused < 2;
-                refused += u32::from(refuse);
-                let status = if refuse { "500 Not Now" } else { "204 No Content" };
+                let status = answer(&request);
                 let answer = format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n");
                 if stream.get_mut().write_all(answer.as_bytes()).is_err() {
                     break;
                 }
-                if !refuse && send.send(request).is_err() {
+                if status.starts_with('2') && send.send(request).is_err() {
                     return;
                 }
             }
@@ -98,7 +98,11 @@ fn a_webhook_gets_each_event_in_order_though_it_and_the_daemon_were_down() {
     life(&node, "first");
     wait_for_metric(&node, "hearth_webhook_failures_total", |n| n > 0.0);
     assert_eq!(http::get(&node, "/health").json()["status"], "healthy");
-    let posted = listen(&node);
+    let mut refused = 0;
+    let posted = listen(&node, move |_| {
+        refused += 1;
+        if refused <= 2 { "500 Not Now" } else { "204 No Content" }
+    });
     let mut seen: Vec<Value> = vec![];
     let until = |seen: &mut Vec<Value>, name: &str| {
         while !seen.iter().any(|e| e["kind"] == "sandbox-deleted" && e["name"] == name) {
@@ -129,5 +133,46 @@ fn a_webhook_gets_each_event_in_order_though_it_and_the_daemon_were_down() {
         assert!(kinds.iter().any(|k| k == "sandbox-running"), "{name}: {kinds:?}");
     }
     assert_eq!(metric(&node, "hearth_webhook_missed_total"), 0.0);
+    node.end_clean();
+}
+
+#[test]
+fn events_that_a_webhook_refuses_for_good_are_given_up_and_no_others() {
+    if cannot("events_that_a_webhook_refuses_for_good_are_given_up_and_no_others", true) {
+        return;
+    }
+    let mut node = Node::new(&Wish::default());
+    let secret = node.dir.path().join("secret");
+    std::fs::write(&secret, SECRET).unwrap();
+    node.set_test(&format!(
+        "process_vmm = true\n[webhook]\nurl = \"http://127.0.0.1:9000/hook\"\nsecret_file = {secret:?}\n\
+         give_up_seconds = 1"
+    ));
+    // What has the name of one sandbox in it is more than it can swallow.
+    let posted = listen(&node, |request| {
+        let indigestible = String::from_utf8_lossy(&request.body).contains("\"bad\"");
+        if indigestible { "400 Bad Request" } else { "204 No Content" }
+    });
+    node.start_daemon();
+    for name in ["before", "bad", "after"] {
+        node.ok(&["create", "busybox", "--name", name, "--vmm", "process", "--disk", "16"]);
+        node.ok(&["rm", name]);
+    }
+    let mut seen: Vec<Value> = vec![];
+    while !seen.iter().any(|e| e["kind"] == "sandbox-deleted" && e["name"] == "after") {
+        let posted = posted.recv_timeout(Duration::from_secs(90)).expect("a request");
+        let body: Value = serde_json::from_slice(&posted.body).expect("JSON");
+        seen.extend(body["events"].as_array().expect("events").iter().cloned());
+    }
+    let of = |name: &str| seen.iter().filter(|e| e["name"] == name).count();
+    assert_eq!((of("before"), of("bad"), of("after")), (of("before"), 0, of("before")));
+    // Its creation, that it ran, and both parts of its end.
+    wait_for_metric(&node, "hearth_webhook_dropped_total", |n| n >= 4.0);
+    let dropped = metric(&node, "hearth_webhook_dropped_total");
+    let told = metric(&node, "hearth_events_total");
+    wait_for_metric(&node, "hearth_webhook_delivered_total", |n| n + dropped + 8.0 >= told);
+    let said = |words: &str| node.log_text().lines().filter(|l| l.contains(words)).count();
+    assert!(said("dropping events that it has refused") >= 1, "{}", node.log_text());
+    assert!(said("dropping events") <= 1 + said("events are taken again"), "{}", node.log_text());
     node.end_clean();
 }

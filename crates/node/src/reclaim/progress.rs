@@ -20,6 +20,19 @@ pub struct ReclaimProgress {
     pub began: Option<Instant>,
     /// The same by kind. A slot counts as one `netns`.
     pub kinds: BTreeMap<Kind, KindProgress>,
+    /// What the census of the start looked at, by kind; empty until it is done. A slot counts as one `netns`.
+    pub census: BTreeMap<Kind, Looked>,
+}
+
+/// What a census saw of one kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Looked {
+    /// Ours, and a record names it or may name it.
+    pub named: u64,
+    /// Ours, and no record names it: a leftover.
+    pub nameless: u64,
+    /// Near our names and not ours: left alone.
+    pub foreign: u64,
 }
 
 /// The leftovers of one kind.
@@ -86,11 +99,21 @@ impl Default for ReclaimProgress {
             failed: 0,
             began: None,
             kinds: BTreeMap::new(),
+            census: BTreeMap::new(),
         }
     }
 }
 
 impl ReclaimProgress {
+    /// Leftovers that nobody has tried to release yet; none where they are only reported.
+    #[must_use]
+    pub fn pending(&self) -> u64 {
+        if self.state == ReclaimState::Off {
+            return 0;
+        }
+        self.kinds.values().map(|k| k.leaked.saturating_sub(k.stuck)).sum()
+    }
+
     /// Leftovers were found and are being released, or only reported.
     pub(crate) fn found(&mut self, state: ReclaimState, found: impl Iterator<Item = Kind>) {
         self.more(found);
@@ -135,7 +158,7 @@ mod tests {
         p.gone(Kind::Cgroup);
         p.gone(Kind::Netns);
         p.stays(Kind::Netns, true);
-        assert_eq!((p.total, p.done, p.failed), (4, 2, 1));
+        assert_eq!((p.total, p.done, p.failed, p.pending()), (4, 2, 1, 1));
         assert!(p.estimate().is_some());
         let netns = p.kinds[&Kind::Netns];
         assert_eq!((netns.leaked, netns.stuck, netns.reclaimed, netns.failures), (2, 1, 1, 1));
@@ -146,12 +169,14 @@ mod tests {
         p.stays(Kind::Netns, false);
         let netns = p.kinds[&Kind::Netns];
         assert_eq!((p.failed, netns.leaked, netns.stuck, netns.failures), (1, 1, 1, 2));
+        assert_eq!(p.pending(), 0);
         p.gone(Kind::Netns);
         let netns = p.kinds[&Kind::Netns];
         assert_eq!((p.done, netns.leaked, netns.stuck, netns.reclaimed), (4, 0, 0, 3));
         // Found by a later pass.
         p.more([Kind::Cgroup].into_iter());
         assert_eq!((p.total, p.done, p.kinds[&Kind::Cgroup].leaked), (5, 4, 1));
+        assert_eq!(p.pending(), 1);
         p.gone(Kind::Cgroup);
         assert_eq!((p.total, p.done, p.kinds[&Kind::Cgroup].leaked), (5, 5, 0));
     }

@@ -178,6 +178,7 @@ impl<H: Host> Sandbox<H> {
                 rate: record.spec.disk_rate,
                 failpoints: config.failpoints.only(|place| matches!(place, Place::Block(_))).to_string(),
             }),
+            drive_rate: if self.served() { block::DiskRate::default() } else { record.spec.disk_rate },
             cpus: record.spec.cpus,
             memory_mib: record.spec.memory_mib,
             netns: Some(config.layout.netns_path(slot)),

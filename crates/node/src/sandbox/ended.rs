@@ -33,6 +33,8 @@ impl<H: Host> Sandbox<H> {
     pub(super) async fn keep_end(&self, other_boot: bool) {
         let Some(exit) = self.end_as_known(other_boot) else { return };
         let record = &self.record;
+        // Also of one that was deleted, and only once: then it is forgotten.
+        self.context.meters.usage.ended(&record.id, &record.spec.template, &exit);
         let kept = KeptExit {
             schema: KeptExit::SCHEMA,
             id: record.id.clone(),

@@ -164,7 +164,7 @@ impl<H: Host> Sandbox<H> {
     }
 
     fn tell_exit(&self, exit: &ExitRecord) {
-        self.context.meters.exited(&self.record, exit);
+        self.context.meters.exited(exit);
         let event = Events::now(EventKind::SandboxExited).about(&self.record).because(exit.words());
         let event = event.with("reason", exit.reason.as_str()).with("ended_at_ms", exit.at_ms);
         let event = exit.code.into_iter().fold(event, |e, code| e.with("code", code));

@@ -122,6 +122,7 @@ impl Machine {
             record.guest_oom_kills = Some(words.oom_kills);
         }
         live.meter.finish(&mut record);
+        record.disks = self.disk_book.stats();
         tracing::info!(
             reason = record.reason.as_str(),
             code = ended.code,

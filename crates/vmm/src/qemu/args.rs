@@ -147,6 +147,7 @@ mod tests {
             rootfs: Some("/t/a,b/rootfs.ext4".into()),
             overlay: Some("/s/overlay.ext4".into()),
             block: None,
+            drive_rate: Default::default(),
             cpus: 2,
             memory_mib: 256,
             netns: None,

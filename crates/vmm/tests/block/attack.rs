@@ -6,10 +6,8 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use bytes::{Bytes, BytesMut};
-use futures::future::BoxFuture;
 use hearth_vmm::block::nbd::Limits;
-use hearth_vmm::block::{Answer, Backend, Extent, FileBackend, Limit, Pool, Zeroes};
+use hearth_vmm::block::{Answer, Around, Backend, Call, FileBackend, Limit, Pool, Wrapped};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
@@ -209,72 +207,34 @@ async fn who_does_not_choose_an_export_is_sent_away() {
     server.end().await;
 }
 
-/// A disk whose kernel calls do not come back until they are let go: reads stall, all else works.
+/// Reads stall as if their kernel calls did not come back until they are let go; all else works.
 struct Stalled {
-    disk: FileBackend,
     pool: Pool,
     kernel: Arc<Mutex<Receiver<()>>>,
 }
 
-impl Stalled {
-    fn new() -> (Self, Sender<()>) {
-        let file = tempfile::tempfile().expect("file");
-        file.set_len(MIB).expect("length");
-        let pool = Pool::new("stalled disk", 2);
-        let disk = FileBackend::new(file, "stalled disk", false, pool.clone()).expect("open");
-        let (release, kernel) = channel();
-        (Self { disk, pool, kernel: Arc::new(Mutex::new(kernel)) }, release)
+impl Around for Stalled {
+    fn before<'a>(&'a self, call: Call, limit: &'a Limit) -> Answer<'a, u64> {
+        let kernel = self.kernel.clone();
+        Box::pin(async move {
+            if call == Call::Read {
+                // Ends when the other end is dropped.
+                self.pool.run(limit, move |_| kernel.lock().expect("not poisoned").recv().ok()).await?;
+            }
+            Ok(0)
+        })
     }
 }
 
-impl Backend for Stalled {
-    fn size(&self) -> u64 {
-        self.disk.size()
-    }
-
-    fn read_only(&self) -> bool {
-        false
-    }
-
-    fn read_at<'a>(
-        &'a self,
-        _: u64,
-        len: usize,
-        mut buf: BytesMut,
-        limit: &'a Limit,
-    ) -> Answer<'a, BytesMut> {
-        let kernel = self.kernel.clone();
-        Box::pin(self.pool.run(limit, move |_| {
-            // Ends when the other end is dropped.
-            kernel.lock().expect("not poisoned").recv().ok();
-            buf.resize(len, 0);
-            buf
-        }))
-    }
-
-    fn write_at<'a>(&'a self, at: u64, data: Bytes, limit: &'a Limit) -> Answer<'a, ()> {
-        self.disk.write_at(at, data, limit)
-    }
-
-    fn flush<'a>(&'a self, limit: &'a Limit) -> Answer<'a, ()> {
-        self.disk.flush(limit)
-    }
-
-    fn discard<'a>(&'a self, at: u64, len: u64, limit: &'a Limit) -> Answer<'a, ()> {
-        self.disk.discard(at, len, limit)
-    }
-
-    fn write_zeroes<'a>(&'a self, at: u64, len: u64, how: Zeroes, limit: &'a Limit) -> Answer<'a, ()> {
-        self.disk.write_zeroes(at, len, how, limit)
-    }
-
-    fn extents<'a>(&'a self, at: u64, len: u64, most: usize, limit: &'a Limit) -> Answer<'a, Vec<Extent>> {
-        self.disk.extents(at, len, most, limit)
-    }
-
-    fn close(&self, within: Duration) -> BoxFuture<'_, usize> {
-        self.disk.close(within)
-    }
+/// A disk that stalls, the pool of its threads, and what lets it go.
+fn stalled() -> (Wrapped<Stalled>, Pool, Sender<()>) {
+    let file = tempfile::tempfile().expect("file");
+    file.set_len(MIB).expect("length");
+    let pool = Pool::new("stalled disk", 2);
+    let disk = FileBackend::new(file, "stalled disk", false, pool.clone()).expect("open");
+    let (release, kernel) = channel();
+    let stalled = Stalled { pool: pool.clone(), kernel: Arc::new(Mutex::new(kernel)) };
+    (Wrapped::new(Arc::new(disk), stalled), pool, release)
 }
 
 fn well() -> FileBackend {
@@ -285,7 +245,7 @@ fn well() -> FileBackend {
 
 #[tokio::test]
 async fn a_stalled_disk_fails_its_own_requests_by_the_deadline_and_no_others() {
-    let (stalled, release) = Stalled::new();
+    let (stalled, _, release) = stalled();
     let limits = Limits { request: Duration::from_millis(200), ..Limits::default() };
     let disks: Vec<(&str, Arc<dyn Backend>)> =
         vec![("stalled", Arc::new(stalled)), ("good", Arc::new(well()))];
@@ -314,9 +274,8 @@ async fn a_stalled_disk_fails_its_own_requests_by_the_deadline_and_no_others() {
 
 #[tokio::test]
 async fn a_stop_answers_what_a_stalled_disk_holds_and_counts_what_the_kernel_keeps() {
-    let (stalled, release) = Stalled::new();
+    let (stalled, pool, release) = stalled();
     let limits = Limits { quiet: Duration::from_millis(100), ..Limits::default() };
-    let pool = stalled.pool.clone();
     let server = Running::of(vec![("stalled", Arc::new(stalled))], limits);
     let mut stuck = Client::open(&server, "stalled").await;
     for cookie in 0..20 {

@@ -12,6 +12,8 @@ mod overlay;
 
 mod attack;
 mod clients;
+mod fuse;
 mod overlay_properties;
 mod parser;
 mod served;
+mod stuck;

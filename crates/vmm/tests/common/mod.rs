@@ -70,6 +70,7 @@ impl Place {
             rootfs: None,
             overlay: None,
             block: None,
+            drive_rate: Default::default(),
             cpus: 1,
             memory_mib: 128,
             netns: None,

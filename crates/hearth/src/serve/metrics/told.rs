@@ -39,6 +39,8 @@ pub(super) fn register(registry: &mut Registry, events: EventCounts, told: &Told
         "Events not kept until their turn came to be posted",
         read(&told.webhook.missed),
     );
+    let help = "Events that were refused for so long that they were given up";
+    counter("webhook_dropped", help, read(&told.webhook.dropped));
     counter("traces_sent", "Spans that the collector took", read(&told.traces.sent));
     counter(
         "traces_dropped",
