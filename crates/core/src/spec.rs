@@ -128,11 +128,6 @@ impl SandboxSpec {
         within("disk bandwidth", rate.mib_per_second, &DiskRate::MIB_PER_SECOND, " MiB/s")?;
         within("disk iops", rate.iops, &DiskRate::IOPS, "")?;
         within("disk burst", rate.burst_ms, &DiskRate::BURST_MS, " ms")?;
-        if self.vmm == VmmKind::Firecracker && (rate.mib_per_second, rate.iops) != (0, 0) {
-            let why =
-                "disks of Firecracker are not served by hearth yet; use --vmm qemu, or ask for no limit";
-            return Err(SpecError { field: "disk bandwidth and iops", why: why.into() });
-        }
         for (key, value) in &self.env {
             if key.is_empty() || key.contains(['=', '\0']) || value.contains('\0') {
                 return Err(SpecError {
@@ -181,8 +176,6 @@ mod tests {
         assert!(SandboxSpec { timeout_seconds: Some(0), ..spec() }.validate().is_err());
         let disk_rate = DiskRate { mib_per_second: 4, ..DiskRate::default() };
         assert_eq!(SandboxSpec { disk_rate, ..spec() }.validate(), Ok(()));
-        let unserved = SandboxSpec { disk_rate, vmm: VmmKind::Firecracker, ..spec() }.validate();
-        assert!(unserved.unwrap_err().to_string().contains("--vmm qemu"));
         let disk_rate = DiskRate { burst_ms: 60_001, ..DiskRate::default() };
         assert!(SandboxSpec { disk_rate, ..spec() }.validate().is_err());
         assert!(SandboxSpec { env: vec![("A=B".into(), String::new())], ..spec() }.validate().is_err());

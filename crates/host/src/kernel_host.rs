@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use hearth_core::host::{
-    Census, ErrorClass, Host, HostError, Pace, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
+    Census, ErrorClass, Host, HostError, NbdSeen, Pace, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
 };
 use hearth_core::id::SandboxId;
 use hearth_core::network::{SlotIndex, SlotLayout};
@@ -322,6 +322,20 @@ impl Host for KernelHost {
                 layout.cidr
             )
         }))
+    }
+
+    fn nbd_limit(&self) -> Result<Option<u32>, HostError> {
+        let limits = nbd::limits().map_err(|e| error::os("census", "nbd", "read the module's limits", e))?;
+        Ok(limits.map(|limits| limits.most))
+    }
+
+    fn look_at_nbd(&self, index: u32) -> Result<NbdSeen, HostError> {
+        let seen =
+            nbd::look(index).map_err(|e| error::os("census", format_args!("nbd{index}"), "look at it", e))?;
+        Ok(match seen.unquiet() {
+            None => NbdSeen::Quiet,
+            Some(facts) => NbdSeen::Unquiet { owner: seen.backend.and_then(|id| id.parse().ok()), facts },
+        })
     }
 
     fn free_bytes(&self, dir: &Path) -> Result<u64, HostError> {

@@ -26,7 +26,7 @@ use crate::error;
 use crate::net::netlink::NetlinkError;
 
 use index::Lock;
-pub use index::{Limits, Seen, indexes, limits, look};
+pub use index::{Limits, Seen, indexes, limits, look, path};
 
 /// Between two looks at a device that is on its way out.
 const LOOK: Duration = Duration::from_millis(10);
@@ -293,8 +293,7 @@ pub fn census(claimed: &dyn Fn(&SandboxId) -> bool) -> Result<Census, HostError>
 fn family_error(verb: &'static str, device: &Device, e: NetlinkError) -> HostError {
     match e.errno() {
         Some(libc::ENOENT) => {
-            let why =
-                "the kernel has no nbd here: load the module (modprobe nbd), outside any network namespace";
+            let why = "the kernel has no nbd here: load the module (modprobe nbd); in a container, do it on the host";
             error::plain(verb, device, ErrorClass::Refused, why)
         }
         _ => netlink_error(verb, device, "ask for the family", e),

@@ -32,11 +32,12 @@ use crate::failpoint::Faults;
 use crate::images::disk::Blanks;
 use crate::images::{self, GuestProgram};
 use crate::meters::Meters;
+use crate::nbds::Nbds;
 use crate::pool::SlotPool;
 use crate::reclaim::{Demand, Hands, ReclaimProgress};
 use crate::reconcile::Reconciler;
 use crate::records::Records;
-use crate::sandbox::{Begin, By, DeleteError, Handle, Sandbox, StepStarted, View};
+use crate::sandbox::{Begin, By, DeleteError, Disks, Handle, Sandbox, StepStarted, View};
 use crate::shim_client::Client;
 use crate::trace::{self, TraceContext};
 
@@ -53,6 +54,7 @@ pub(crate) struct Context<H> {
     pub(crate) records: Records,
     pub(crate) exits: Exits,
     pub(crate) pool: Arc<SlotPool<H>>,
+    pub(crate) nbds: Nbds,
     pub(crate) books: Books,
     pub(crate) guest: GuestProgram,
     pub(crate) blanks: Blanks,
@@ -131,6 +133,7 @@ impl<H: Host> Engine<H> {
         let events = config.journal.clone().map_or_else(Events::in_memory, Events::in_files);
         let pool = SlotPool::new(Arc::clone(&host), &config, events.clone());
         let context = Context {
+            nbds: Nbds::new(&config),
             records: Records::new(&config.state_dir),
             exits: Exits::new(&config.state_dir, config.exits),
             guest: GuestProgram::new(config.guest_program.clone()),
@@ -203,7 +206,13 @@ impl<H: Host> Engine<H> {
         progress: mpsc::Sender<StepStarted>,
     ) -> Result<View, EngineError> {
         let _creating = self.context.demand.creating();
-        let record = self.new_record(template.clone(), new)?;
+        let vmm = new.vmm.unwrap_or(self.context.config.vmms.auto);
+        let served = match vmm {
+            VmmKind::Qemu => true,
+            VmmKind::Firecracker => self.context.nbds.serve(&self.context.host).await,
+            VmmKind::Process => false,
+        };
+        let record = self.new_record(template.clone(), new, served)?;
         trace::about(span, &record);
         // Held until the guest runs, so that neither the template nor its kernel is replaced in between.
         let store_dir = self.context.config.store_dir.clone();
@@ -214,6 +223,11 @@ impl<H: Host> Engine<H> {
         let cancel = self.context.no_creates.child_token();
         let (mut sandbox, handle) = self.sandbox(record, Some(template), cancel.clone(), Some(progress));
         sandbox.trace = span.clone();
+        sandbox.disks = match (served, vmm) {
+            (false, _) => Disks::Files,
+            (true, VmmKind::Firecracker) => Disks::Device,
+            (true, _) => Disks::Sockets,
+        };
         self.context.books.enter_new(handle)?;
         self.spawn(sandbox, Begin::Create(outcome));
         let cancel_on_drop = cancel.drop_guard();
@@ -224,7 +238,13 @@ impl<H: Host> Engine<H> {
         Ok(view)
     }
 
-    fn new_record(&self, template: TemplateName, new: NewSandbox) -> Result<Record, EngineError> {
+    /// `served`: its disks go through its shim's block server.
+    fn new_record(
+        &self,
+        template: TemplateName,
+        new: NewSandbox,
+        served: bool,
+    ) -> Result<Record, EngineError> {
         let or = |given: u64, default: u64| if given == 0 { default } else { given };
         let spec = SandboxSpec {
             template,
@@ -238,11 +258,18 @@ impl<H: Host> Engine<H> {
             disk_rate: new.disk_rate,
         };
         // The node's own limit is for the disks it serves.
-        let served = spec.vmm == VmmKind::Qemu;
         let disk_rate =
             if served { spec.disk_rate.or(self.context.config.disk_rate) } else { spec.disk_rate };
         let spec = SandboxSpec { disk_rate, ..spec };
         spec.validate().map_err(|e| EngineError::Invalid(e.to_string()))?;
+        if spec.vmm == VmmKind::Firecracker && !served && (disk_rate.mib_per_second, disk_rate.iops) != (0, 0)
+        {
+            return Err(EngineError::Invalid(
+                "disk bandwidth and iops: this node gives Firecracker files, which have no limit; use --vmm qemu, ask for no \
+                 limit, or have the node serve them (disk.firecracker, modprobe nbd)"
+                    .into(),
+            ));
+        }
         let id = random_id()?;
         let name = match new.name {
             Some(name) if name.as_str().parse::<SandboxId>().is_ok() => {
@@ -310,6 +337,7 @@ impl<H: Host> Engine<H> {
             trace: TraceContext::new(),
             ending: None,
             by: By::Daemon("its creation failed".into()),
+            disks: Disks::Files,
         };
         (sandbox, handle)
     }
@@ -534,6 +562,12 @@ impl<H: Host> Engine<H> {
     #[must_use]
     pub fn slot_counts(&self) -> BTreeMap<String, u32> {
         self.context.pool.counts()
+    }
+
+    /// Indexes of the kernel's NBD client; nothing where it has none, or none is wanted.
+    #[must_use]
+    pub fn nbd_counts(&self) -> Option<hearth_core::nbd_pool::Counts> {
+        self.context.nbds.counts()
     }
 
     /// What the books hold now.

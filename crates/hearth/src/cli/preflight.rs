@@ -14,7 +14,7 @@ use super::configured::StateArgs;
 use super::error::{self, CliError};
 use super::out;
 use super::view;
-use crate::config::Config;
+use crate::config::{Config, FirecrackerDisk};
 use crate::serve::vmms;
 
 pub(super) const EXAMPLES: &str = "\
@@ -87,7 +87,7 @@ pub(super) fn checks(config: &Config) -> Vec<Check> {
         forward_policies(),
         ip_forward(),
     ]);
-    checks.push(nbd());
+    checks.push(nbd(config));
     checks.extend([overlap(&config.slot_layout()), neighbours(), disk(&config.state_dir)]);
     checks.push(program("mke2fs", "e2fsprogs", "makes disks", Outcome::Fail));
     checks.push(program("mmdebstrap", "mmdebstrap", "only for `template create --debian`", Outcome::Warn));
@@ -216,19 +216,32 @@ fn tun() -> Check {
 }
 
 /// Disks of the kernel's own NBD client, with the times it is told for our server.
-fn nbd() -> Check {
+fn nbd(config: &Config) -> Check {
     const CHECK: &str = "nbd";
+    const LOAD: &str = "modprobe nbd nbds_max=64, and have it loaded at boot";
+    let (wanted, mode) = (config.firecracker_disk != FirecrackerDisk::File, config.firecracker_disk);
     let times = hearth_host::nbd::Timeouts::above(hearth_vmm::block::nbd::Limits::default().request);
     match hearth_host::nbd::limits() {
-        Ok(Some(limits)) => ok(
-            CHECK,
-            format!(
-                "{} devices (nbds_max); request timeout {} s, dead-connection timeout {} s",
-                limits.most,
-                times.request.as_secs(),
-                times.dead_connection.as_secs()
-            ),
-        ),
+        Ok(Some(limits)) => {
+            let most = match config.nbd_devices {
+                0 => limits.most,
+                most => most.min(limits.most),
+            };
+            let (request, dead) = (times.request.as_secs(), times.dead_connection.as_secs());
+            let used = if wanted { format!("{most} for disks of Firecracker") } else { "none used".into() };
+            ok(
+                CHECK,
+                format!(
+                    "{} devices (nbds_max), {used} (disk.firecracker is {mode}); request timeout {request} s, \
+                     dead-connection timeout {dead} s",
+                    limits.most
+                ),
+            )
+        }
+        Ok(None) if mode == FirecrackerDisk::Nbd => {
+            fail(CHECK, "no module, and disk.firecracker is nbd", LOAD)
+        }
+        Ok(None) if wanted => ok(CHECK, format!("no module: disks of Firecracker are files ({LOAD})")),
         Ok(None) => ok(CHECK, "no module; only `hearth block attach` needs it (modprobe nbd)"),
         Err(e) => warn(CHECK, e.to_string(), "none"),
     }

@@ -75,6 +75,12 @@ fn directory(index: u32) -> PathBuf {
     Path::new(SYS_BLOCK).join(format!("nbd{index}"))
 }
 
+/// The device itself.
+#[must_use]
+pub fn path(index: u32) -> PathBuf {
+    PathBuf::from(format!("/dev/nbd{index}"))
+}
+
 /// Whether the kernel has this index.
 pub(super) fn exists(index: u32) -> bool {
     !matches!(fs::symlink_metadata(directory(index)), Err(e) if e.kind() == io::ErrorKind::NotFound)
