@@ -189,11 +189,11 @@ pub trait Host: Send + Sync + 'static {
     /// If it cannot be looked at.
     fn conflict(&self) -> Result<Option<String>, HostError>;
 
-    /// How many indexes the kernel's NBD client has (`nbds_max`); nothing where there is no such client.
+    /// How many indexes the kernel's NBD client has (`nbds_max`).
     ///
     /// # Errors
-    /// If it cannot be asked.
-    fn nbd_limit(&self) -> Result<Option<u32>, HostError>;
+    /// [`ErrorClass::Refused`] where there is no such client, or this process cannot reach it; else if it cannot be asked.
+    fn nbd_limit(&self) -> Result<u32, HostError>;
 
     /// Looks at one index of it; never opens the device.
     ///

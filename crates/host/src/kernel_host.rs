@@ -324,9 +324,8 @@ impl Host for KernelHost {
         }))
     }
 
-    fn nbd_limit(&self) -> Result<Option<u32>, HostError> {
-        let limits = nbd::limits().map_err(|e| error::os("census", "nbd", "read the module's limits", e))?;
-        Ok(limits.map(|limits| limits.most))
+    fn nbd_limit(&self) -> Result<u32, HostError> {
+        nbd::usable().map(|limits| limits.most)
     }
 
     fn look_at_nbd(&self, index: u32) -> Result<NbdSeen, HostError> {
@@ -403,6 +402,7 @@ impl Host for KernelHost {
             // What cannot be seen is not told; nothing is decided by it.
             Resource::Cgroup { name } => self.cgroups.pids(name).unwrap_or_default(),
             Resource::Netns { slot } => net::holders::of_name(&self.config.layout.netns_path(*slot)),
+            Resource::Nbd { index, .. } => nbd::openers(*index),
             _ => Vec::new(),
         };
         pids.into_iter().flat_map(process::tasks).take(HOLDERS).collect()

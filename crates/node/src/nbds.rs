@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use hearth_core::host::{Host, NbdSeen};
+use hearth_core::host::{Host, HostError, NbdSeen};
 use hearth_core::id::SandboxId;
 use hearth_core::nbd_pool::{Counts, NbdPool, Proof};
 use tokio_util::sync::CancellationToken;
@@ -30,8 +30,10 @@ pub(crate) struct Nbds {
     mode: FirecrackerDisk,
     /// Most that are used; 0: all there are.
     most: u32,
-    /// Nothing while the kernel has no such client.
+    /// Nothing while there is no such client that can be used.
     inner: Mutex<Option<Inner>>,
+    /// Why there is none, as last seen.
+    unusable: Mutex<String>,
 }
 
 #[derive(Debug)]
@@ -77,7 +79,8 @@ fn seen_of<H: Host>(host: &H, index: u32) -> Result<NbdSeen, String> {
 
 impl Nbds {
     pub(crate) fn new(config: &EngineConfig) -> Self {
-        Self { mode: config.firecracker_disk, most: config.nbd_devices, inner: Mutex::default() }
+        let (inner, unusable) = (Mutex::default(), Mutex::default());
+        Self { mode: config.firecracker_disk, most: config.nbd_devices, inner, unusable }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Inner>> {
@@ -90,33 +93,27 @@ impl Nbds {
         if self.mode == FirecrackerDisk::File {
             return false;
         }
-        if let Err(why) = self.fill(host, BTreeMap::new()).await {
-            tracing::warn!("network block devices cannot be looked at: {why}");
-        }
+        self.fill(host, BTreeMap::new()).await;
         self.mode == FirecrackerDisk::Nbd || self.lock().is_some()
     }
 
-    /// Looks at all indexes, once. Those that a record names are its sandbox's, whatever they look like.
-    ///
-    /// # Errors
-    /// If the kernel cannot be asked; then nothing is known and nothing is handed out.
-    pub(crate) async fn fill<H: Host>(
-        &self,
-        host: &Arc<H>,
-        named: BTreeMap<u32, SandboxId>,
-    ) -> Result<(), String> {
+    /// Looks at all indexes, once there is such a client that can be used. Those that a record names are its sandbox's,
+    /// whatever they look like.
+    pub(crate) async fn fill<H: Host>(&self, host: &Arc<H>, named: BTreeMap<u32, SandboxId>) {
         // Devices may be left of a time in which they were wanted.
         if self.lock().is_some() || (self.mode == FirecrackerDisk::File && named.is_empty()) {
-            return Ok(());
+            return;
         }
         let most = self.most;
-        let made = on_host(host, move |host| {
-            let Some(limit) = host.nbd_limit().map_err(|e| chain(&e))? else { return Ok(None) };
+        let looked = on_host(host, move |host| {
+            let limit = host.nbd_limit()?;
             let limit = if most == 0 { limit } else { limit.min(most) };
-            let seen: Vec<_> = (0..limit).map(|index| seen_of(host, index)).collect();
-            Ok::<_, String>(Some((limit, seen)))
+            Ok::<_, HostError>((limit, (0..limit).map(|index| seen_of(host, index)).collect::<Vec<_>>()))
         });
-        let Some((limit, seen)) = made.await? else { return Ok(()) };
+        let (limit, seen) = match looked.await {
+            Ok(looked) => looked,
+            Err(e) => return self.note_unusable(e.why),
+        };
         let first = |index: u32| match seen.get(index as usize) {
             Some(Ok(NbdSeen::Quiet)) => Proof::Quiet,
             Some(Ok(NbdSeen::Unquiet { .. })) => Proof::Foreign,
@@ -132,7 +129,18 @@ impl Nbds {
             tracing::info!(used, foreign, limit, "network block devices for the disks of Firecracker");
             *inner = Some(Inner { pool, owners });
         }
-        Ok(())
+    }
+
+    /// Told when it is another reason than before.
+    fn note_unusable(&self, why: String) {
+        let mut unusable = self.unusable.lock().unwrap_or_else(PoisonError::into_inner);
+        if *unusable != why {
+            match self.mode {
+                FirecrackerDisk::Nbd => tracing::warn!("no disks for Firecracker: {why}"),
+                _ => tracing::info!("disks of Firecracker are files: {why}"),
+            }
+            *unusable = why;
+        }
     }
 
     /// An index for a sandbox, just seen to be quiet.
@@ -147,9 +155,10 @@ impl Nbds {
                     pool.acquire().inspect(|index| drop(owners.insert(*index, id.clone())))
                 }
                 None => {
-                    let why = "disk.firecracker is nbd and the kernel has no such client: load it (modprobe nbd), or set \
-                               disk.firecracker to auto or file";
-                    return Err(EngineError::Failed(why.into()));
+                    let why = self.unusable.lock().unwrap_or_else(PoisonError::into_inner);
+                    return Err(EngineError::Failed(format!(
+                        "disk.firecracker is nbd: {why}; or set it to auto or file"
+                    )));
                 }
             };
             match taken {

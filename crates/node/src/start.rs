@@ -136,10 +136,7 @@ impl<H: Host> Engine<H> {
         on_host(&self.context.host, |host| host.ensure(&Resource::HostFirewall)).await?;
 
         let by_id: BTreeMap<_, _> = observed.into_iter().map(|o| (o.record.id.clone(), o.record)).collect();
-        if let Err(why) = self.context.nbds.fill(&self.context.host, devices(&plan, &by_id)).await {
-            // Each creation looks again.
-            tracing::warn!("network block devices cannot be looked at: {why}");
-        }
+        self.context.nbds.fill(&self.context.host, devices(&plan, &by_id)).await;
         self.apply(&plan, by_id);
         let engine = Arc::clone(self);
         self.tasks.spawn(async move { engine.context.pool.fill(engine.stop.clone()).await });

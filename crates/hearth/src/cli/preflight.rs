@@ -219,16 +219,19 @@ fn tun() -> Check {
 fn nbd(config: &Config) -> Check {
     const CHECK: &str = "nbd";
     const LOAD: &str = "modprobe nbd nbds_max=64, and have it loaded at boot";
-    let (wanted, mode) = (config.firecracker_disk != FirecrackerDisk::File, config.firecracker_disk);
+    let mode = config.firecracker_disk;
     let times = hearth_host::nbd::Timeouts::above(hearth_vmm::block::nbd::Limits::default().request);
-    match hearth_host::nbd::limits() {
-        Ok(Some(limits)) => {
+    match hearth_host::nbd::usable() {
+        Ok(limits) => {
             let most = match config.nbd_devices {
                 0 => limits.most,
                 most => most.min(limits.most),
             };
+            let used = match mode {
+                FirecrackerDisk::File => "none used".to_owned(),
+                _ => format!("so up to {most} sandboxes on Firecracker"),
+            };
             let (request, dead) = (times.request.as_secs(), times.dead_connection.as_secs());
-            let used = if wanted { format!("{most} for disks of Firecracker") } else { "none used".into() };
             ok(
                 CHECK,
                 format!(
@@ -238,12 +241,10 @@ fn nbd(config: &Config) -> Check {
                 ),
             )
         }
-        Ok(None) if mode == FirecrackerDisk::Nbd => {
-            fail(CHECK, "no module, and disk.firecracker is nbd", LOAD)
+        Err(e) if mode == FirecrackerDisk::Nbd => {
+            fail(CHECK, format!("disk.firecracker is nbd: {}", e.why), LOAD)
         }
-        Ok(None) if wanted => ok(CHECK, format!("no module: disks of Firecracker are files ({LOAD})")),
-        Ok(None) => ok(CHECK, "no module; only `hearth block attach` needs it (modprobe nbd)"),
-        Err(e) => warn(CHECK, e.to_string(), "none"),
+        Err(e) => ok(CHECK, format!("disks of Firecracker are files: {}", e.why)),
     }
 }
 

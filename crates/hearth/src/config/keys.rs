@@ -212,7 +212,7 @@ impl Default for Config {
                 dns: vec![[1, 1, 1, 1].into(), [8, 8, 8, 8].into()],
             },
             disk: Default::default(),
-            firecracker_disk: FirecrackerDisk::File,
+            firecracker_disk: FirecrackerDisk::Auto,
             nbd_devices: 0,
             reclaim: ReclaimConfig {
                 mode: ReclaimMode::Background,

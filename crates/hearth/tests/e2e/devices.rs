@@ -153,6 +153,59 @@ fn a_stalled_device_delays_no_delete() {
 }
 
 #[test]
+fn a_stopped_shim_whose_socket_is_full_delays_no_delete() {
+    if cannot_have_devices("a_stopped_shim_whose_socket_is_full_delays_no_delete") {
+        return;
+    }
+    let node = node("");
+    node.ok(&CREATE);
+    let (index, pids) = (index(&node), [shim_pid(&node, "g"), vmm_pid(&node, "g")]);
+    let mut writer = writer(&node);
+    until(&node, "written", || writer.log_text().lines().count() > 3);
+    signal("-STOP", &pids[..1]);
+    // The guest's next round is more than a socket holds.
+    until(&node, "waiting", || nbd::look(index).unwrap().in_flight > 0);
+    std::thread::sleep(Duration::from_secs(2));
+    let begun = Instant::now();
+    node.ok(&["rm", "g"]);
+    let took = begun.elapsed();
+    assert_all_quiet();
+    assert!(pids.iter().all(|pid| !alive(*pid)));
+    // The shim has 3 s to kill its VMM by itself.
+    assert!(took < Duration::from_secs(15), "{took:?}");
+    drop(writer.child.kill());
+    writer.child.wait().unwrap();
+    hearth_testkit::report(&format!(
+        "a sandbox on Firecracker whose shim was stopped under writes was deleted in {} ms",
+        took.as_millis()
+    ));
+    node.end_clean();
+}
+
+#[test]
+fn devices_that_cannot_be_had_or_served_fail_the_creation_and_leave_nothing() {
+    if cannot_have_devices("devices_that_cannot_be_had_or_served_fail_the_creation_and_leave_nothing") {
+        return;
+    }
+    for (failpoint, said) in [
+        ("block.open=error", "the disk overlay cannot be served: failpoint"),
+        ("block.serve=error", "block server failed: overlay"),
+        // Whoever opens the device looks for partitions.
+        ("block.read=delay(600000)", ""),
+        ("block.write=kill9", ""),
+    ] {
+        let node = node(failpoint);
+        let out = node.cli(&CREATE);
+        assert_eq!(out.status.code(), Some(1), "{failpoint}");
+        assert!(text(&out.stderr).contains(said), "{failpoint}: {}", text(&out.stderr));
+        until(&node, "released", || node.list().as_array().unwrap().is_empty());
+        assert_all_quiet();
+        assert_eq!(gauge(&node, "free"), "1", "{failpoint}");
+        node.end_clean();
+    }
+}
+
+#[test]
 fn a_killed_shim_gives_its_device_back_also_if_that_stalls() {
     if cannot_have_devices("a_killed_shim_gives_its_device_back_also_if_that_stalls") {
         return;

@@ -157,8 +157,10 @@ impl Host for FakeHost {
         Ok(self.lock().conflict.clone())
     }
 
-    fn nbd_limit(&self) -> Result<Option<u32>, HostError> {
-        Ok(self.lock().nbd_limit)
+    fn nbd_limit(&self) -> Result<u32, HostError> {
+        let none =
+            || error(Verb::Census, "nbd", ErrorClass::Refused, "the kernel has no module nbd: modprobe nbd");
+        self.lock().nbd_limit.ok_or_else(none)
     }
 
     fn look_at_nbd(&self, index: u32) -> Result<NbdSeen, HostError> {
