@@ -218,6 +218,9 @@ impl<H: Host> Engine<H> {
         let store_dir = self.context.config.store_dir.clone();
         let (template, _hold) = blocking(move || hold_template(&store_dir, &template)).await?;
         check_vmm(&self.context.config, &record.spec, &template)?;
+        if served && template.rootfs && vmm == VmmKind::Firecracker {
+            self.context.nbds.check()?;
+        }
 
         let (outcome, created) = oneshot::channel();
         let cancel = self.context.no_creates.child_token();

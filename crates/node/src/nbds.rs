@@ -143,6 +143,19 @@ impl Nbds {
         }
     }
 
+    /// Whether there are any at all, where [`serve`](Self::serve) said that a sandbox gets one.
+    ///
+    /// # Errors
+    /// [`EngineError::Precondition`] with what to do.
+    pub(crate) fn check(&self) -> Result<(), EngineError> {
+        if self.lock().is_some() { Ok(()) } else { Err(self.none()) }
+    }
+
+    fn none(&self) -> EngineError {
+        let why = self.unusable.lock().unwrap_or_else(PoisonError::into_inner);
+        EngineError::Precondition(format!("disk.firecracker is nbd: {why}; or set it to auto or file"))
+    }
+
     /// An index for a sandbox, just seen to be quiet.
     ///
     /// # Errors
@@ -154,12 +167,7 @@ impl Nbds {
                 Some(Inner { pool, owners }) => {
                     pool.acquire().inspect(|index| drop(owners.insert(*index, id.clone())))
                 }
-                None => {
-                    let why = self.unusable.lock().unwrap_or_else(PoisonError::into_inner);
-                    return Err(EngineError::Failed(format!(
-                        "disk.firecracker is nbd: {why}; or set it to auto or file"
-                    )));
-                }
+                None => return Err(self.none()),
             };
             match taken {
                 Ok(index) => {

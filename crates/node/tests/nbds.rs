@@ -180,8 +180,9 @@ async fn without_a_client_of_the_kernels_the_disk_is_a_file_or_there_is_no_sandb
 
     bench = Bench { disk: FirecrackerDisk::Nbd, ..Bench::sized("10.12.0.0/24", 0).on_firecracker() };
     let engine = bench.engine().await;
-    let error = create(&engine, "a").await.unwrap_err().to_string();
-    assert!(error.contains("modprobe nbd"), "{error}");
+    let error = create(&engine, "a").await.unwrap_err();
+    assert!(matches!(error, EngineError::Precondition(_)), "{error}");
+    assert!(error.to_string().contains("modprobe nbd"), "{error}");
     bench.host.load_nbd(8);
     bench.nbd_devices = 2;
     engine.detach().await;

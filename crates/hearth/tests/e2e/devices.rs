@@ -69,6 +69,15 @@ fn writer(node: &Node) -> Running {
     Running::start(node.command(&["exec", "g", "--", "sh", "-c", WRITER]), node.dir.path().join("guest.log"))
 }
 
+/// As [`until`], for what takes longer.
+fn until_within(node: &Node, bound: Duration, what: &str, mut good: impl FnMut() -> bool) {
+    let end = Instant::now() + bound;
+    while !good() {
+        assert!(Instant::now() < end, "never {what}: {}", node.log_text());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
 /// No device is connected, and none that is half gone.
 fn assert_all_quiet() {
     for index in nbd::indexes().unwrap() {
@@ -149,6 +158,29 @@ fn a_stalled_device_delays_no_delete() {
         "a sandbox on Firecracker with a stalled device was deleted in {} ms",
         took.as_millis()
     ));
+    node.end_clean();
+}
+
+#[test]
+fn a_guest_outlives_a_device_that_is_slow_for_a_while() {
+    if cannot_have_devices("a_guest_outlives_a_device_that_is_slow_for_a_while") {
+        return;
+    }
+    let slow = Duration::from_secs(if std::env::var_os("HEARTH_TEST_LONG").is_some() { 45 } else { 5 });
+    let node = node(&format!("block.write=delay({})@{WRITES}", slow.as_millis()));
+    node.ok(&CREATE);
+    let begun = Instant::now();
+    let mut writer = writer(&node);
+    until_within(&node, slow + Duration::from_secs(60), "written", || {
+        counted(&node)["write"]["requests"].as_u64().unwrap() > u64::from(WRITES) + 20
+    });
+    assert!(begun.elapsed() >= slow, "nothing was slow");
+    assert!(writer.child.try_wait().unwrap().is_none(), "{}", writer.log_text());
+    let disk = counted(&node);
+    assert_eq!((&disk["write"]["errors"], &disk["flush"]["errors"]), (&0.into(), &0.into()), "{disk}");
+    node.ok(&["rm", "g"]);
+    writer.child.wait().unwrap();
+    assert_all_quiet();
     node.end_clean();
 }
 

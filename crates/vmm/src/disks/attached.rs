@@ -14,6 +14,7 @@ use hearth_host::nbd::{self, Device, Order, Outcome, Server, Timeouts};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
+use crate::block::BLOCK;
 use crate::block::nbd::{Export, Limits};
 
 /// For the kernel to connect; it takes 30 ms, and waits for every other such command of the host.
@@ -39,8 +40,8 @@ pub(super) fn order(index: u32, owner: &SandboxId, export: &Export, rate: DiskRa
     Order {
         device: Device { index, owner: owner.clone(), task: None },
         size: export.backend().size(),
-        // Whatever the disk was made of, in blocks that any such size is made of.
-        block_size: if export.backend().size().is_multiple_of(4096) { 4096 } else { 512 },
+        // The largest that the kernel takes and the disk is made of.
+        block_size: if export.backend().size().is_multiple_of(BLOCK) { BLOCK } else { 512 },
         flags: export.flags(),
         timeouts: Timeouts::above(backend),
         backend,
