@@ -78,6 +78,9 @@ impl Item {
 /// A guest on a real Firecracker: by nested KVM, which no other test has.
 const FIRECRACKER_GUEST: &str = "hearth run --standalone busybox --vmm firecracker -- uname -a";
 
+/// Of such guests' disks as devices of the kernel's, those that take no minutes each.
+const FIRECRACKER_DEVICES: &str = "devices::a_guests_disk";
+
 /// What to run where nothing was named.
 fn default_suite(firecracker: bool) -> Vec<Item> {
     let test = |package: &str, target: &str| Item::Test {
@@ -94,6 +97,8 @@ fn default_suite(firecracker: bool) -> Vec<Item> {
     ];
     if firecracker {
         suite.push(Item::Command(FIRECRACKER_GUEST.into()));
+        let filter = FIRECRACKER_DEVICES.into();
+        suite.push(Item::Test { package: "hearth".into(), target: "e2e".into(), filter });
     }
     suite
 }

@@ -21,6 +21,10 @@ pub struct BlockSpec {
     /// Faults on purpose, as in `test.failpoints`; only places that begin with `block.`.
     #[serde(default)]
     pub failpoints: String,
+    /// The writable disk is to be `/dev/nbd<index>`, for a VMM that takes files and block devices only. Of the other disks
+    /// it opens the files itself.
+    #[serde(default)]
+    pub nbd: Option<u32>,
 }
 
 /// How fast the disks of one sandbox may be, all of them together. 0 is no limit.

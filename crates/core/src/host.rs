@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::id::SandboxId;
 use crate::network::SlotIndex;
 use crate::process::{Liveness, ProcessIdentity};
 use crate::resource::{Kind, Resource};
@@ -62,6 +63,20 @@ pub struct Sighting {
     pub resource: Resource,
     /// Kernel facts in words, as evidence for an operator.
     pub facts: String,
+}
+
+/// What was seen of one index of the kernel's NBD client.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NbdSeen {
+    /// Proven to be nobody's: no task, size 0, nothing in flight, no holders.
+    Quiet,
+    /// Anything else.
+    Unquiet {
+        /// Whose it is, if its backend identifier is the id of a sandbox.
+        owner: Option<SandboxId>,
+        /// Kernel facts in words.
+        facts: String,
+    },
 }
 
 /// A program to start in a cgroup of its own, in its own session, without a terminal and with no descriptor
@@ -173,6 +188,18 @@ pub trait Host: Send + Sync + 'static {
     /// # Errors
     /// If it cannot be looked at.
     fn conflict(&self) -> Result<Option<String>, HostError>;
+
+    /// How many indexes the kernel's NBD client has (`nbds_max`).
+    ///
+    /// # Errors
+    /// [`ErrorClass::Refused`] where there is no such client, or this process cannot reach it; else if it cannot be asked.
+    fn nbd_limit(&self) -> Result<u32, HostError>;
+
+    /// Looks at one index of it; never opens the device.
+    ///
+    /// # Errors
+    /// If there is no such index, or a fact cannot be read: then it is not quiet.
+    fn look_at_nbd(&self, index: u32) -> Result<NbdSeen, HostError>;
 
     /// Bytes that an unprivileged writer may still use on the file system of `dir`.
     ///

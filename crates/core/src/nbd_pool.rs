@@ -1,7 +1,8 @@
 //! Which index a network block device gets, and when an index may be used again. Pure: whether one is quiet is seen by the
 //! caller.
 //!
-//! `Free → Used → Free` if it was proven quiet, else `Used → Quarantined → Free` once it is. What is not proven stays out.
+//! `Free → Used → Free` if it was proven quiet, else `Used → Quarantined → Free` once it is. What is not proven stays out,
+//! and so does what somebody else has: `Foreign`, until it is quiet.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -12,6 +13,7 @@ enum State {
     Free,
     Used,
     Quarantined,
+    Foreign,
 }
 
 /// What was seen of an index that somebody let go of.
@@ -19,6 +21,8 @@ enum State {
 pub enum Proof {
     /// No task, size 0, nothing in flight, no holders.
     Quiet,
+    /// Somebody else has it.
+    Foreign,
     /// Anything else, or it could not be seen.
     Unproven,
 }
@@ -30,8 +34,18 @@ pub struct Counts {
     pub used: u32,
     /// Not handed out, since they are not proven quiet.
     pub quarantined: u32,
+    /// Not handed out, since somebody else has them.
+    pub foreign: u32,
     /// All.
     pub limit: u32,
+}
+
+impl Counts {
+    /// Those that can be handed out.
+    #[must_use]
+    pub fn free(&self) -> u32 {
+        self.limit.saturating_sub(self.used + self.quarantined + self.foreign)
+    }
 }
 
 /// No index is free. `RESOURCE_EXHAUSTED` to a caller.
@@ -40,11 +54,11 @@ pub struct Exhausted(pub Counts);
 
 impl fmt::Display for Exhausted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Counts { used, quarantined, limit } = self.0;
+        let Counts { used, quarantined, foreign, limit } = self.0;
         write!(
             f,
-            "no network block device is free: {used} used, {quarantined} quarantined, limit {limit}; load nbd with a greater \
-             nbds_max"
+            "no network block device is free: {used} used, {quarantined} quarantined, {foreign} of others, limit {limit}; \
+             load nbd with a greater nbds_max"
         )
     }
 }
@@ -55,16 +69,18 @@ pub struct NbdPool {
     states: Vec<State>,
     /// The one that rested longest first: what the kernel does late hits nobody.
     free: VecDeque<u32>,
-    /// In the order of their next look.
-    quarantine: VecDeque<u32>,
+    /// Those in quarantine and those of others, in the order of their next look.
+    suspects: VecDeque<u32>,
     used: u32,
+    foreign: u32,
 }
 
 impl NbdPool {
     /// Of the indexes below `limit` (`nbds_max`), those are free that were seen to be quiet.
     #[must_use]
     pub fn new(limit: u32, proof: impl Fn(u32) -> Proof) -> Self {
-        let mut pool = Self { states: vec![], free: VecDeque::new(), quarantine: VecDeque::new(), used: 0 };
+        let (free, suspects) = (VecDeque::new(), VecDeque::new());
+        let mut pool = Self { states: vec![], free, suspects, used: 0, foreign: 0 };
         for index in 0..limit {
             pool.states.push(State::Used);
             pool.settle(index, proof(index));
@@ -75,8 +91,10 @@ impl NbdPool {
     fn settle(&mut self, index: u32, proof: Proof) {
         let (state, queue) = match proof {
             Proof::Quiet => (State::Free, &mut self.free),
-            Proof::Unproven => (State::Quarantined, &mut self.quarantine),
+            Proof::Foreign => (State::Foreign, &mut self.suspects),
+            Proof::Unproven => (State::Quarantined, &mut self.suspects),
         };
+        self.foreign += u32::from(state == State::Foreign);
         self.states[index as usize] = state;
         queue.push_back(index);
     }
@@ -92,6 +110,21 @@ impl NbdPool {
         Ok(index)
     }
 
+    /// Hands out this very one, whatever it is: to who had it before the pool was made. False if somebody has it, or there
+    /// is no such index. Takes time by the number of indexes.
+    pub fn hold(&mut self, index: u32) -> bool {
+        let Some(state) = self.states.get_mut(index as usize) else { return false };
+        if *state == State::Used {
+            return false;
+        }
+        self.foreign -= u32::from(*state == State::Foreign);
+        *state = State::Used;
+        self.used += 1;
+        self.free.retain(|other| *other != index);
+        self.suspects.retain(|other| *other != index);
+        true
+    }
+
     /// Takes one back, into quarantine if it is not proven quiet. False: it was not handed out, and nothing changed.
     pub fn give_back(&mut self, index: u32, proof: Proof) -> bool {
         if self.states.get(index as usize) != Some(&State::Used) {
@@ -102,34 +135,34 @@ impl NbdPool {
         true
     }
 
-    /// The quarantined index to look at next; each gets its turn. Tell [`Self::looked`] what was seen.
+    /// The index to look at next, of those that are not proven quiet or somebody else's; each gets its turn. Tell
+    /// [`Self::looked`] what was seen.
     pub fn suspect(&mut self) -> Option<u32> {
-        self.quarantine.pop_front().inspect(|index| self.quarantine.push_back(*index))
+        self.suspects.pop_front().inspect(|index| self.suspects.push_back(*index))
     }
 
     /// What was seen of the index that [`Self::suspect`] named last. False: it is not that one.
     pub fn looked(&mut self, index: u32, proof: Proof) -> bool {
-        if self.quarantine.back() != Some(&index) {
+        if self.suspects.back() != Some(&index) {
             return false;
         }
-        if proof == Proof::Quiet {
-            self.quarantine.pop_back();
-            self.settle(index, proof);
-        }
+        self.suspects.pop_back();
+        self.foreign -= u32::from(self.states[index as usize] == State::Foreign);
+        self.settle(index, proof);
         true
     }
 
     /// How many there are of what, for an error and a gauge.
     #[must_use]
     pub fn counts(&self) -> Counts {
-        let quarantined = self.quarantine.len() as u32;
-        Counts { used: self.used, quarantined, limit: self.states.len() as u32 }
+        let quarantined = self.suspects.len() as u32 - self.foreign;
+        Counts { used: self.used, quarantined, foreign: self.foreign, limit: self.states.len() as u32 }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::{BTreeMap, BTreeSet};
+    use std::collections::BTreeMap;
 
     use proptest::prelude::*;
 
@@ -143,10 +176,11 @@ mod tests {
         Return(usize, Proof),
         ReturnAgain(u32),
         Look(Proof),
+        Hold(usize, u32),
     }
 
     fn proof() -> impl Strategy<Value = Proof> {
-        prop_oneof![3 => Just(Proof::Quiet), 1 => Just(Proof::Unproven)]
+        prop_oneof![3 => Just(Proof::Quiet), 1 => Just(Proof::Unproven), 1 => Just(Proof::Foreign)]
     }
 
     fn op() -> impl Strategy<Value = Op> {
@@ -155,6 +189,7 @@ mod tests {
             4 => (0..TAKERS, proof()).prop_map(|(taker, proof)| Op::Return(taker, proof)),
             1 => (0_u32..12).prop_map(Op::ReturnAgain),
             2 => proof().prop_map(Op::Look),
+            1 => (0..TAKERS, 0_u32..12).prop_map(|(taker, index)| Op::Hold(taker, index)),
         ]
     }
 
@@ -168,13 +203,14 @@ mod tests {
             let first = |index| if index == loud { Proof::Unproven } else { Proof::Quiet };
             let mut pool = NbdPool::new(limit, first);
             let mut held: BTreeMap<usize, u32> = BTreeMap::new();
-            let mut unproven: BTreeSet<u32> = (0..limit).filter(|i| *i == loud).collect();
+            let mut unproven: BTreeMap<u32, Proof> =
+                (0..limit).filter(|i| *i == loud).map(|i| (i, Proof::Unproven)).collect();
             for op in ops {
                 match op {
                     Op::Acquire(taker) if held.contains_key(&taker) => {}
                     Op::Acquire(taker) => match pool.acquire() {
                         Ok(index) => {
-                            prop_assert!(index < limit && !unproven.contains(&index));
+                            prop_assert!(index < limit && !unproven.contains_key(&index));
                             prop_assert!(!held.values().any(|h| *h == index));
                             held.insert(taker, index);
                         }
@@ -185,8 +221,16 @@ mod tests {
                     },
                     Op::Return(taker, proof) => if let Some(index) = held.remove(&taker) {
                         prop_assert!(pool.give_back(index, proof));
-                        if proof == Proof::Unproven {
-                            unproven.insert(index);
+                        if proof != Proof::Quiet {
+                            unproven.insert(index, proof);
+                        }
+                    },
+                    Op::Hold(taker, index) => if !held.contains_key(&taker) {
+                        let free = index < limit && !held.values().any(|h| *h == index);
+                        prop_assert_eq!(pool.hold(index), free);
+                        if free {
+                            unproven.remove(&index);
+                            held.insert(taker, index);
                         }
                     },
                     Op::ReturnAgain(index) => if !held.values().any(|h| *h == index) {
@@ -196,15 +240,17 @@ mod tests {
                         let suspect = pool.suspect();
                         prop_assert_eq!(suspect.is_some(), !unproven.is_empty());
                         if let Some(index) = suspect {
-                            prop_assert!(unproven.contains(&index) && pool.looked(index, proof));
-                            if proof == Proof::Quiet {
-                                unproven.remove(&index);
+                            prop_assert!(unproven.remove(&index).is_some() && pool.looked(index, proof));
+                            if proof != Proof::Quiet {
+                                unproven.insert(index, proof);
                             }
                         }
                     }
                 }
-                let (used, quarantined) = (held.len() as u32, unproven.len() as u32);
-                prop_assert_eq!(pool.counts(), Counts { used, quarantined, limit });
+                let foreign = unproven.values().filter(|p| **p == Proof::Foreign).count() as u32;
+                let (used, quarantined) = (held.len() as u32, unproven.len() as u32 - foreign);
+                prop_assert_eq!(pool.counts(), Counts { used, quarantined, foreign, limit });
+                prop_assert_eq!(pool.counts().free(), limit - used - unproven.len() as u32);
             }
         }
     }
@@ -214,10 +260,14 @@ mod tests {
         let mut pool = NbdPool::new(3, |index| if index == 0 { Proof::Quiet } else { Proof::Unproven });
         assert_eq!(pool.acquire(), Ok(0));
         let text = pool.acquire().unwrap_err().to_string();
-        assert!(text.contains("1 used, 2 quarantined, limit 3"), "{text}");
+        assert!(text.contains("1 used, 2 quarantined, 0 of others, limit 3"), "{text}");
         assert_eq!([pool.suspect(), pool.suspect(), pool.suspect()], [Some(1), Some(2), Some(1)]);
         assert!(!pool.looked(2, Proof::Quiet));
         assert!(pool.looked(1, Proof::Quiet));
         assert_eq!(pool.acquire(), Ok(1));
+        assert_eq!(pool.suspect(), Some(2));
+        assert!(pool.looked(2, Proof::Foreign));
+        let text = pool.acquire().unwrap_err().to_string();
+        assert!(text.contains("2 used, 0 quarantined, 1 of others, limit 3"), "{text}");
     }
 }

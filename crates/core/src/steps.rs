@@ -11,6 +11,8 @@ pub enum Step {
     Record,
     /// Run directory for sockets and logs.
     RunDirectory,
+    /// Index for the disk as a device of the kernel's, where the VMM takes it that way. It is connected by the shim.
+    Nbd,
     /// Writable disk.
     Disk,
     /// Network slot from the pool.
@@ -25,8 +27,16 @@ pub enum Step {
 
 impl Step {
     /// All steps in order of creation.
-    pub const ALL: [Step; 7] =
-        [Step::Record, Step::RunDirectory, Step::Disk, Step::Slot, Step::Cgroup, Step::Shim, Step::Boot];
+    pub const ALL: [Step; 8] = [
+        Step::Record,
+        Step::RunDirectory,
+        Step::Nbd,
+        Step::Disk,
+        Step::Slot,
+        Step::Cgroup,
+        Step::Shim,
+        Step::Boot,
+    ];
 
     /// The word for it, as in failpoint names and progress lines.
     #[must_use]
@@ -34,6 +44,7 @@ impl Step {
         match self {
             Step::Record => "record",
             Step::RunDirectory => "run-directory",
+            Step::Nbd => "nbd",
             Step::Disk => "disk",
             Step::Slot => "slot",
             Step::Cgroup => "cgroup",
@@ -66,6 +77,8 @@ pub enum ReleaseStep {
     Stop,
     /// The shim process.
     Process,
+    /// The network block device: after its server, which is the shim, and before what may hang in its I/O.
+    Nbd,
     /// The control group with whatever is left in it.
     Cgroup,
     /// The network slot, reset or removed.
@@ -78,9 +91,10 @@ pub enum ReleaseStep {
 
 impl ReleaseStep {
     /// All parts in order of release.
-    pub const ALL: [ReleaseStep; 6] = [
+    pub const ALL: [ReleaseStep; 7] = [
         ReleaseStep::Stop,
         ReleaseStep::Process,
+        ReleaseStep::Nbd,
         ReleaseStep::Cgroup,
         ReleaseStep::Slot,
         ReleaseStep::RunDirectory,
@@ -149,6 +163,7 @@ impl Place {
             Place::Exec => "exec",
             Place::Release(ReleaseStep::Stop) => "release.stop",
             Place::Release(ReleaseStep::Process) => "release.process",
+            Place::Release(ReleaseStep::Nbd) => "release.nbd",
             Place::Release(ReleaseStep::Cgroup) => "release.cgroup",
             Place::Release(ReleaseStep::Slot) => "release.slot",
             Place::Release(ReleaseStep::RunDirectory) => "release.run-directory",
@@ -189,6 +204,6 @@ mod tests {
             assert_eq!(place.as_str().parse(), Ok(place));
         }
         let all = "nowhere".parse::<Place>().unwrap_err();
-        assert!(all.contains("run-directory, disk") && all.contains("release.slot"), "{all}");
+        assert!(all.contains("run-directory, nbd, disk") && all.contains("release.slot"), "{all}");
     }
 }

@@ -48,6 +48,10 @@ pub(crate) struct Config {
     pub(crate) network: NetworkConfig,
     /// How fast the disks of a sandbox may be that does not say.
     pub(crate) disk: DiskRate,
+    /// How Firecracker is given its writable disk.
+    pub(crate) firecracker_disk: FirecrackerDisk,
+    /// Most indexes of the kernel's NBD client that are used; 0: all there are.
+    pub(crate) nbd_devices: u32,
     /// What happens to leftovers at start.
     pub(crate) reclaim: ReclaimConfig,
     /// Copies of the host's firewall rules.
@@ -213,6 +217,18 @@ macro_rules! words {
         }
     };
 }
+
+words!(
+    /// How Firecracker is given its writable disk.
+    FirecrackerDisk {
+        /// As `nbd` where the kernel has such a client, else as `file`.
+        Auto = "auto",
+        /// A file that it opens itself.
+        File = "file",
+        /// A device of the kernel's NBD client, served by the sandbox's shim.
+        Nbd = "nbd",
+    }
+);
 
 words!(
     /// Whether ready waits for the release of leftovers.

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use hearth_core::host::{
-    Census, ErrorClass, Host, HostError, Pace, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
+    Census, ErrorClass, Host, HostError, NbdSeen, Pace, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
 };
 use hearth_core::id::SandboxId;
 use hearth_core::network::{SlotIndex, SlotLayout};
@@ -324,6 +324,19 @@ impl Host for KernelHost {
         }))
     }
 
+    fn nbd_limit(&self) -> Result<u32, HostError> {
+        nbd::usable().map(|limits| limits.most)
+    }
+
+    fn look_at_nbd(&self, index: u32) -> Result<NbdSeen, HostError> {
+        let seen =
+            nbd::look(index).map_err(|e| error::os("census", format_args!("nbd{index}"), "look at it", e))?;
+        Ok(match seen.unquiet() {
+            None => NbdSeen::Quiet,
+            Some(facts) => NbdSeen::Unquiet { owner: seen.backend.and_then(|id| id.parse().ok()), facts },
+        })
+    }
+
     fn free_bytes(&self, dir: &Path) -> Result<u64, HostError> {
         sparse::free_bytes(dir)
     }
@@ -389,6 +402,7 @@ impl Host for KernelHost {
             // What cannot be seen is not told; nothing is decided by it.
             Resource::Cgroup { name } => self.cgroups.pids(name).unwrap_or_default(),
             Resource::Netns { slot } => net::holders::of_name(&self.config.layout.netns_path(*slot)),
+            Resource::Nbd { index, .. } => nbd::openers(*index),
             _ => Vec::new(),
         };
         pids.into_iter().flat_map(process::tasks).take(HOLDERS).collect()

@@ -26,7 +26,8 @@ use crate::error;
 use crate::net::netlink::NetlinkError;
 
 use index::Lock;
-pub use index::{Limits, Seen, indexes, limits, look};
+pub(crate) use index::openers;
+pub use index::{Limits, Seen, indexes, limits, look, path};
 
 /// Between two looks at a device that is on its way out.
 const LOOK: Duration = Duration::from_millis(10);
@@ -35,6 +36,32 @@ const MARGIN: Duration = Duration::from_secs(5);
 /// How long a device waits for another connection after its last one broke. None comes, and a request that was in flight then
 /// waits for this besides its own timeout (Linux 6.1: it is queued again first), so the least there is.
 const DEAD_CONNECTION: Duration = Duration::from_secs(1);
+
+/// For the kernel to say that it has such a client; every other command of this kind is waited for.
+const ASK: Duration = Duration::from_secs(5);
+
+/// The limits of a client that this process can reach: in a container the module may be seen and of no use.
+///
+/// # Errors
+/// [`ErrorClass::Refused`] if there is none, or it is out of reach, with what to do.
+pub fn usable() -> Result<Limits, HostError> {
+    let refused = |why: &str| error::plain("census", "nbd", ErrorClass::Refused, why);
+    let limits = limits().map_err(|e| error::os("census", "nbd", "read the module's limits", e))?;
+    let limits = limits.ok_or_else(|| refused("the kernel has no module nbd: load it (modprobe nbd)"))?;
+    if !path(0).exists() {
+        return Err(refused(
+            "the module nbd is loaded and /dev/nbd0 is not there: give this process the host's /dev",
+        ));
+    }
+    match worker::run(Instant::now() + ASK, || genl::Family::open().map(drop)) {
+        Ok(Ok(())) => Ok(limits),
+        Ok(Err(e)) if e.errno() == Some(libc::ENOENT) => Err(refused(
+            "the module nbd is loaded and its commands are out of reach: run the daemon in the host's network or pid namespace",
+        )),
+        Ok(Err(e)) => Err(refused(&format!("its commands are out of reach: {}", e.into_io()))),
+        Err(_) => Err(error::plain("census", "nbd", ErrorClass::Deadline, "the kernel does not answer")),
+    }
+}
 
 /// What the kernel is told of time. In whole seconds, as it counts them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -293,8 +320,7 @@ pub fn census(claimed: &dyn Fn(&SandboxId) -> bool) -> Result<Census, HostError>
 fn family_error(verb: &'static str, device: &Device, e: NetlinkError) -> HostError {
     match e.errno() {
         Some(libc::ENOENT) => {
-            let why =
-                "the kernel has no nbd here: load the module (modprobe nbd), outside any network namespace";
+            let why = "the kernel has no nbd here: load the module (modprobe nbd), in the host's network or pid namespace";
             error::plain(verb, device, ErrorClass::Refused, why)
         }
         _ => netlink_error(verb, device, "ask for the family", e),

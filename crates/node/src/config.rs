@@ -31,6 +31,10 @@ pub struct EngineConfig {
     pub dns: Vec<Ipv4Addr>,
     /// How fast the disks of a sandbox may be that does not say.
     pub disk_rate: DiskRate,
+    /// How Firecracker is given its writable disk.
+    pub firecracker_disk: FirecrackerDisk,
+    /// Most indexes of the kernel's NBD client that are used; 0: all there are.
+    pub nbd_devices: u32,
     /// This binary, to run as shim.
     pub shim_program: PathBuf,
     /// The guest agent's binary, packed into initramfs images.
@@ -57,6 +61,17 @@ pub struct EngineConfig {
     pub stats_interval: Duration,
     /// How long it is remembered how sandboxes ended.
     pub exits: KeepExits,
+}
+
+/// How Firecracker is given its writable disk: it takes files and block devices only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FirecrackerDisk {
+    /// As `Nbd` where the kernel has such a client, else as `File`.
+    Auto,
+    /// A file that it opens itself.
+    File,
+    /// A device of the kernel's NBD client, served by the shim.
+    Nbd,
 }
 
 /// What happens to leftovers of an earlier run.

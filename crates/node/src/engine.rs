@@ -32,11 +32,12 @@ use crate::failpoint::Faults;
 use crate::images::disk::Blanks;
 use crate::images::{self, GuestProgram};
 use crate::meters::Meters;
+use crate::nbds::Nbds;
 use crate::pool::SlotPool;
 use crate::reclaim::{Demand, Hands, ReclaimProgress};
 use crate::reconcile::Reconciler;
 use crate::records::Records;
-use crate::sandbox::{Begin, By, DeleteError, Handle, Sandbox, StepStarted, View};
+use crate::sandbox::{Begin, By, DeleteError, Disks, Handle, Sandbox, StepStarted, View};
 use crate::trace::{self, TraceContext};
 
 /// Sandboxes released at the same time after a start.
@@ -50,6 +51,7 @@ pub(crate) struct Context<H> {
     pub(crate) records: Records,
     pub(crate) exits: Exits,
     pub(crate) pool: Arc<SlotPool<H>>,
+    pub(crate) nbds: Nbds,
     pub(crate) books: Books,
     pub(crate) guest: GuestProgram,
     pub(crate) blanks: Blanks,
@@ -128,6 +130,7 @@ impl<H: Host> Engine<H> {
         let events = config.journal.clone().map_or_else(Events::in_memory, Events::in_files);
         let pool = SlotPool::new(Arc::clone(&host), &config, events.clone());
         let context = Context {
+            nbds: Nbds::new(&config),
             records: Records::new(&config.state_dir),
             exits: Exits::new(&config.state_dir, config.exits),
             guest: GuestProgram::new(config.guest_program.clone()),
@@ -200,17 +203,32 @@ impl<H: Host> Engine<H> {
         progress: mpsc::Sender<StepStarted>,
     ) -> Result<View, EngineError> {
         let _creating = self.context.demand.creating();
+        let vmm = new.vmm.unwrap_or(self.context.config.vmms.auto);
+        // Its disks go through its shim's block server.
+        let served = match vmm {
+            VmmKind::Qemu => true,
+            VmmKind::Firecracker => self.context.nbds.serve(&self.context.host).await,
+            VmmKind::Process => false,
+        };
         let record = self.new_record(template.clone(), new)?;
         trace::about(span, &record);
         // Held until the guest runs, so that neither the template nor its kernel is replaced in between.
         let store_dir = self.context.config.store_dir.clone();
         let (template, _hold) = blocking(move || hold_template(&store_dir, &template)).await?;
         check_vmm(&self.context.config, &record.spec, &template)?;
+        if served && template.rootfs && vmm == VmmKind::Firecracker {
+            self.context.nbds.check()?;
+        }
 
         let (outcome, created) = oneshot::channel();
         let cancel = self.context.no_creates.child_token();
         let (mut sandbox, handle) = self.sandbox(record, Some(template), cancel.clone(), Some(progress));
         sandbox.trace = span.clone();
+        sandbox.disks = match (served, vmm) {
+            (false, _) => Disks::Files,
+            (true, VmmKind::Firecracker) => Disks::Device,
+            (true, _) => Disks::Sockets,
+        };
         self.context.books.enter_new(handle)?;
         self.spawn(sandbox, Begin::Create(outcome));
         let cancel_on_drop = cancel.drop_guard();
@@ -307,6 +325,7 @@ impl<H: Host> Engine<H> {
             trace: TraceContext::new(),
             ending: None,
             by: By::Daemon("its creation failed".into()),
+            disks: Disks::Files,
         };
         (sandbox, handle)
     }

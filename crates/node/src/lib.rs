@@ -13,6 +13,7 @@ mod exits;
 mod failpoint;
 pub mod images;
 mod meters;
+mod nbds;
 mod pool;
 mod reclaim;
 mod reconcile;
@@ -26,7 +27,7 @@ pub mod trace;
 mod usage;
 
 pub use books::BooksNow;
-pub use config::{EngineConfig, Reclaim, ReclaimMode, Reconcile, ReconcileAction, Vmms};
+pub use config::{EngineConfig, FirecrackerDisk, Reclaim, ReclaimMode, Reconcile, ReconcileAction, Vmms};
 pub use engine::{Engine, NewSandbox, Phase};
 pub use error::{EngineError, chain};
 pub use events::{Events, JournalConfig};

@@ -10,6 +10,7 @@ use std::time::Duration;
 use futures::FutureExt as _;
 use hearth_core::event::EventKind;
 use hearth_core::host::{Census, Host};
+use hearth_core::id::SandboxId;
 use hearth_core::lifecycle::SlotState;
 use hearth_core::plan::{Observed, Plan, Seen, plan};
 use hearth_core::process::Liveness;
@@ -153,9 +154,14 @@ impl<H: Host> Engine<H> {
         on_host(&self.context.host, |host| host.ensure(&Resource::HostFirewall)).await?;
 
         let by_id: BTreeMap<_, _> = observed.into_iter().map(|o| (o.record.id.clone(), o.record)).collect();
+        self.context.nbds.fill(&self.context.host, devices(&plan, &by_id)).await;
         self.apply(&plan, by_id);
         let engine = Arc::clone(self);
         self.tasks.spawn(async move { engine.context.pool.fill(engine.stop.clone()).await });
+        let engine = Arc::clone(self);
+        self.tasks.spawn(async move {
+            engine.context.nbds.watch(&engine.context.host, engine.stop.clone()).await;
+        });
         let wait_for_it = self.context.config.reclaim.mode == ReclaimMode::Blocking;
         if wait_for_it {
             self.phase.send_replace(Phase::Starting("releasing leftovers".into()));
@@ -277,7 +283,7 @@ impl<H: Host> Engine<H> {
         .await
     }
 
-    fn apply(&self, plan: &Plan, mut records: BTreeMap<hearth_core::id::SandboxId, Record>) {
+    fn apply(&self, plan: &Plan, mut records: BTreeMap<SandboxId, Record>) {
         let mut claimed = BTreeSet::new();
         let begin = |record: Record, begin: Begin| {
             let (sandbox, handle) = self.sandbox(record, None, CancellationToken::new(), None);
@@ -309,6 +315,19 @@ impl<H: Host> Engine<H> {
             begin(record, Begin::Found);
         }
     }
+}
+
+/// The network block devices that records name, each with its sandbox. Of two that name one, whoever may live has it.
+fn devices(plan: &Plan, records: &BTreeMap<SandboxId, Record>) -> BTreeMap<u32, SandboxId> {
+    let mut named = BTreeMap::new();
+    for id in plan.adopt.iter().chain(plan.keep.keys()).chain(plan.release.keys()) {
+        for resource in records.get(id).into_iter().flat_map(|record| &record.resources) {
+            if let Resource::Nbd { index, sandbox } = resource {
+                named.entry(*index).or_insert_with(|| sandbox.clone());
+            }
+        }
+    }
+    named
 }
 
 /// The first few reasons: a scan of thousands can be cut as often.

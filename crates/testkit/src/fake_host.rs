@@ -64,6 +64,7 @@ struct Inner {
     calls: Vec<Call>,
     resets: BTreeMap<SlotIndex, u32>,
     spawned: u32,
+    nbd_limit: Option<u32>,
 }
 
 impl Inner {
@@ -171,6 +172,11 @@ impl FakeHost {
     /// Takes a resource away without a call, and nothing with it: somebody else's doing.
     pub fn vanish(&self, resource: &Resource) {
         self.lock().things.remove(resource);
+    }
+
+    /// From now on the kernel has an NBD client with so many indexes.
+    pub fn load_nbd(&self, limit: u32) {
+        self.lock().nbd_limit = Some(limit);
     }
 
     /// From now on something on the host stands in this instance's way.

@@ -1,9 +1,13 @@
 //! The disks of one VM while it lives: opened before the VMM is started, served to it by NBD over a pair of sockets each,
 //! watched, and closed after it. One end of a pair goes to the VMM as a descriptor: no path leads to it, nobody else can
-//! connect, and nothing of it is left.
+//! connect, and nothing of it is left. A VMM that takes no sockets has the writable disk as a device of the kernel's
+//! ([`attached`]).
 //!
-//! Order at the end (DESIGN, docs/block.md): the VMM is dead, then the sockets are shut, what is in flight ends, the files are
-//! closed. Only after an orderly end of the VMM is the disk flushed; what a crashed guest left is nobody's to complete.
+//! Order at the end (DESIGN, docs/block.md): the VMM is dead, then the sockets are shut, what is in flight ends, a device is
+//! disconnected and seen to be quiet, the files are closed. A VMM that was killed and waits for its disk ends only by that.
+//! Only after an orderly end of the VMM is the disk flushed; what a crashed guest left is nobody's to complete.
+
+mod attached;
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,8 +22,9 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::backend::{VmmError, socket_pair};
-use crate::block::nbd::{Ended, Export, Limits, serve};
+use crate::block::nbd::{Ended, Export, Limits, serve, serve_attached};
 use crate::block::{Backend, BlockFaults, FileBackend, Limit, Overlay, Pool, RateLimiter, Wrapped};
+use attached::Attached;
 
 /// Names of the disks: of the exports, and of the nodes in the VMM.
 pub(crate) const ROOTFS: &str = "rootfs";
@@ -40,6 +45,14 @@ pub enum DisksError {
         /// Which.
         disk: &'static str,
         /// In words, with the file.
+        why: String,
+    },
+    /// It could not be made a device of the kernel's.
+    #[error("the disk {disk} cannot be a device: {why}")]
+    Attach {
+        /// Which.
+        disk: &'static str,
+        /// In words, with the device.
         why: String,
     },
     /// What a test ordered makes no sense.
@@ -73,6 +86,8 @@ pub(crate) struct Disks {
     faults: Option<BlockFaults>,
     servers: JoinSet<(String, Ended)>,
     stop: CancellationToken,
+    /// The writable disk's device, if the VMM has it that way.
+    attached: Option<Attached>,
 }
 
 impl Disks {
@@ -82,8 +97,13 @@ impl Disks {
     /// # Errors
     /// Names the disk and says why.
     pub(crate) async fn open(spec: &ShimSpec, book: &DiskBook) -> Result<Self, DisksError> {
-        let mut disks =
-            Self { exports: vec![], faults: None, servers: JoinSet::new(), stop: CancellationToken::new() };
+        let mut disks = Self {
+            exports: vec![],
+            faults: None,
+            servers: JoinSet::new(),
+            stop: CancellationToken::new(),
+            attached: None,
+        };
         let Some(block) = &spec.block else { return Ok(disks) };
         disks.faults = BlockFaults::parse(&block.failpoints).map_err(DisksError::Failpoints)?;
         let opened = open_all(spec, block, disks.faults.as_ref());
@@ -98,31 +118,74 @@ impl Disks {
         let export = |(name, disk)| Export::limited(name, disk, rate.clone());
         disks.exports = opened.into_iter().map(export).collect();
         *book.0.lock().unwrap_or_else(PoisonError::into_inner) = disks.exports.clone();
+        if let Some(index) = block.nbd {
+            disks.attach(spec, block, index).await?;
+        }
         Ok(disks)
     }
 
-    /// Starts a server for each disk: the VMM's ends, in the order of the guest's disks.
+    /// Serves the writable disk to the kernel.
+    async fn attach(&mut self, spec: &ShimSpec, block: &BlockSpec, index: u32) -> Result<(), DisksError> {
+        let failed = |why| DisksError::Attach { disk: OVERLAY, why };
+        let export = self.exports.iter().find(|export| export.name() == OVERLAY).cloned();
+        let export = export.ok_or_else(|| failed("there is no such disk".into()))?;
+        let order = attached::order(index, &spec.id, &export, block.rate);
+        let (ours, theirs) = socket_pair("disk").map_err(|e| failed(e.to_string()))?;
+        let (read, write) = ours.into_split();
+        // It answers while the device is being connected: whoever looks for partitions reads at once.
+        self.watch(OVERLAY, serve_attached(read, write, export, Limits::default(), self.stop.clone()));
+        let (request, dead) = (order.timeouts.request.as_secs(), order.timeouts.dead_connection.as_secs());
+        self.attached = Some(Attached::connect(order, theirs).await.map_err(failed)?);
+        tracing::info!(
+            device = %hearth_host::nbd::path(index).display(),
+            request_timeout_seconds = request,
+            dead_connection_timeout_seconds = dead,
+            "the writable disk is connected"
+        );
+        Ok(())
+    }
+
+    /// Begins to release the writable disk's device, so that a VMM that was killed and waits for it can end. False if there
+    /// is none, or that has begun before.
+    pub(crate) fn let_go(&mut self) -> bool {
+        self.attached.as_mut().is_some_and(Attached::let_go)
+    }
+
+    /// Whether the VMM's end may have to wait for [`let_go`](Self::let_go).
+    pub(crate) fn may_hold_up(&self) -> bool {
+        self.attached.is_some()
+    }
+
+    /// Runs a server until it ends; the next [`failed`](Self::failed) tells.
+    fn watch(&mut self, name: &'static str, served: impl Future<Output = Ended> + Send + 'static) {
+        let faults = self.faults.clone().filter(|_| name == OVERLAY);
+        self.servers.spawn(async move {
+            let ended = match faults {
+                Some(faults) => tokio::select! {
+                    ended = served => ended,
+                    why = faults.end_of(BlockPlace::Serve) => Ended::Io(io::Error::other(why)),
+                },
+                None => served.await,
+            };
+            (name.to_owned(), ended)
+        });
+    }
+
+    /// Starts a server for each disk that has none yet: the VMM's ends, in the order of the guest's disks.
     ///
     /// # Errors
     /// If there are no descriptors.
     pub(crate) fn serve(&mut self) -> Result<Vec<OwnedFd>, VmmError> {
         let mut ends = Vec::with_capacity(self.exports.len());
-        for export in &self.exports {
+        if self.attached.is_some() {
+            return Ok(ends);
+        }
+        for export in self.exports.clone() {
             let (ours, theirs) = socket_pair("disk")?;
             let (read, write) = ours.into_split();
-            let (exports, stop) = (Arc::from([export.clone()]), self.stop.clone());
-            let (name, faults) = (export.name().to_owned(), self.faults.clone());
-            self.servers.spawn(async move {
-                let served = serve(read, write, exports, Limits::default(), stop);
-                let ended = match faults.filter(|_| name == OVERLAY) {
-                    Some(faults) => tokio::select! {
-                        ended = served => ended,
-                        why = faults.end_of(BlockPlace::Serve) => Ended::Io(io::Error::other(why)),
-                    },
-                    None => served.await,
-                };
-                (name, ended)
-            });
+            let name = if export.name() == OVERLAY { OVERLAY } else { ROOTFS };
+            let (exports, stop) = (Arc::from([export]), self.stop.clone());
+            self.watch(name, serve(read, write, exports, Limits::default(), stop));
             ends.push(theirs);
         }
         Ok(ends)
@@ -134,6 +197,8 @@ impl Disks {
             None => std::future::pending().await,
             Some(Ok((disk, ended))) => {
                 let hung_up = match &ended {
+                    // It is the kernel that hangs up, and not since the VMM ends.
+                    _ if self.attached.is_some() => false,
                     Ended::Done => true,
                     Ended::Io(e) => matches!(
                         e.kind(),
@@ -156,9 +221,10 @@ impl Disks {
             return notes;
         }
         if orderly {
-            // The VMM has said goodbye, and what it asked for before is still being done.
+            // The VMM has said goodbye, and what it asked for before is still being done. Its last close of a device waited
+            // for all of it.
             let ended = timeout(GOODBYE, async { while self.servers.join_next().await.is_some() {} });
-            if ended.await.is_err() {
+            if self.attached.is_none() && ended.await.is_err() {
                 tracing::warn!("the VMM has ended and its requests have not");
             }
             for export in self.exports.iter().filter(|e| !e.backend().read_only()) {
@@ -170,12 +236,19 @@ impl Disks {
                 }
             }
         }
+        // The socket is shut before anything else, then both ends are seen to end.
+        self.let_go();
         self.stop.cancel();
         let limits = Limits::default();
         let ended = timeout(limits.farewell * 2, async { while self.servers.join_next().await.is_some() {} });
         if ended.await.is_err() {
             notes.push("a block server did not end when it was told to".to_owned());
             self.servers.shutdown().await;
+        }
+        if let Some(attached) = &mut self.attached
+            && let Err(why) = attached.released().await
+        {
+            notes.push(format!("the device of {OVERLAY} is left to the daemon: {why}"));
         }
         for export in &self.exports {
             let kept = export.backend().close(limits.quiet).await;
@@ -196,7 +269,8 @@ async fn open_all(
     faults: Option<&BlockFaults>,
 ) -> Result<Vec<(&'static str, Arc<dyn Backend>)>, DisksError> {
     let mut disks: Vec<(&'static str, Arc<dyn Backend>)> = vec![];
-    if let Some(path) = &spec.rootfs {
+    // Where the kernel has one disk, the VMM opens the other's file itself: many read it, and from one cache.
+    if let Some(path) = spec.rootfs.as_ref().filter(|_| block.nbd.is_none()) {
         disks.push((ROOTFS, open_file(ROOTFS, path)?));
     }
     if let Some(path) = &spec.overlay {

@@ -98,8 +98,15 @@ impl Firecracker {
         if let Some(path) = &spec.rootfs {
             api.put("/drives/rootfs", &Drive::root(path, spec.drive_rate), CALL_DEADLINE).await?;
         }
-        if let Some(path) = &spec.overlay {
-            api.put("/drives/overlay", &Drive::writable(path, spec.drive_rate), CALL_DEADLINE).await?;
+        match (&spec.overlay, spec.block.as_ref().and_then(|block| block.nbd)) {
+            (_, Some(index)) => {
+                let device = hearth_host::nbd::path(index);
+                api.put("/drives/overlay", &Drive::device(&device), CALL_DEADLINE).await?;
+            }
+            (Some(path), None) => {
+                api.put("/drives/overlay", &Drive::writable(path, spec.drive_rate), CALL_DEADLINE).await?;
+            }
+            (None, None) => {}
         }
         if let Some(net) = &spec.net {
             self.check_tap(&net.tap)?;

@@ -6,8 +6,9 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{Place, Running, assert_gone, identity, skipped};
+use common::{Place, Running, assert_gone, identity, skipped, until};
 use hearth_core::agent::ExecRequest;
+use hearth_core::block::BlockSpec;
 use hearth_core::exit::ExitReason;
 use hearth_core::shim::ShimSpec;
 use hearth_core::spec::VmmKind;
@@ -144,4 +145,21 @@ async fn pause_stops_the_process_and_stopping_a_paused_one_needs_no_grace() {
     let record = running.handle.stop(Duration::from_secs(60)).await.unwrap();
     assert_eq!((record.reason, record.signal), (ExitReason::Stopped, Some(9)));
     assert!(start.elapsed() < Duration::from_secs(30));
+}
+
+#[tokio::test]
+async fn a_disk_that_cannot_be_a_device_ends_the_boot_with_the_reason_and_leaves_no_file_open() {
+    let place = Place::new();
+    let base = place.dir.path().join("base");
+    std::fs::File::create(&base).unwrap().set_len(16 << 20).unwrap();
+    // Beyond any that a kernel has by itself.
+    let block = BlockSpec { base, rate: Default::default(), failpoints: String::new(), nbd: Some(4_000) };
+    let overlay = place.dir.path().join("overlay");
+    let spec = place.spec(VmmKind::Process, std::path::Path::new("/bin/true"));
+    let running = Running::new(ShimSpec { overlay: Some(overlay.clone()), block: Some(block), ..spec });
+    let error = running.handle.boot().await.unwrap_err().to_string();
+    assert!(error.contains("the disk overlay cannot be a device: ") && error.contains("nbds_max"), "{error}");
+    assert_eq!(running.ended().await.reason, ExitReason::BlockFailed);
+    until("the overlay is free", || std::fs::File::open(&overlay).unwrap().try_lock().is_ok()).await;
+    place.assert_only_logs_are_left();
 }

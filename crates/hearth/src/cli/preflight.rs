@@ -14,7 +14,7 @@ use super::configured::StateArgs;
 use super::error::{self, CliError};
 use super::out;
 use super::view;
-use crate::config::Config;
+use crate::config::{Config, FirecrackerDisk};
 use crate::serve::vmms;
 
 pub(super) const EXAMPLES: &str = "\
@@ -87,7 +87,7 @@ pub(super) fn checks(config: &Config) -> Vec<Check> {
         forward_policies(),
         ip_forward(),
     ]);
-    checks.push(nbd());
+    checks.push(nbd(config));
     checks.extend([overlap(&config.slot_layout()), neighbours(), disk(&config.state_dir)]);
     checks.push(program("mke2fs", "e2fsprogs", "makes disks", Outcome::Fail));
     checks.push(program("mmdebstrap", "mmdebstrap", "only for `template create --debian`", Outcome::Warn));
@@ -216,21 +216,35 @@ fn tun() -> Check {
 }
 
 /// Disks of the kernel's own NBD client, with the times it is told for our server.
-fn nbd() -> Check {
+fn nbd(config: &Config) -> Check {
     const CHECK: &str = "nbd";
+    const LOAD: &str = "modprobe nbd nbds_max=64, and have it loaded at boot";
+    let mode = config.firecracker_disk;
     let times = hearth_host::nbd::Timeouts::above(hearth_vmm::block::nbd::Limits::default().request);
-    match hearth_host::nbd::limits() {
-        Ok(Some(limits)) => ok(
-            CHECK,
-            format!(
-                "{} devices (nbds_max); request timeout {} s, dead-connection timeout {} s",
-                limits.most,
-                times.request.as_secs(),
-                times.dead_connection.as_secs()
-            ),
-        ),
-        Ok(None) => ok(CHECK, "no module; only `hearth block attach` needs it (modprobe nbd)"),
-        Err(e) => warn(CHECK, e.to_string(), "none"),
+    match hearth_host::nbd::usable() {
+        Ok(limits) => {
+            let most = match config.nbd_devices {
+                0 => limits.most,
+                most => most.min(limits.most),
+            };
+            let used = match mode {
+                FirecrackerDisk::File => "none used".to_owned(),
+                _ => format!("so up to {most} sandboxes on Firecracker"),
+            };
+            let (request, dead) = (times.request.as_secs(), times.dead_connection.as_secs());
+            ok(
+                CHECK,
+                format!(
+                    "{} devices (nbds_max), {used} (disk.firecracker is {mode}); request timeout {request} s, \
+                     dead-connection timeout {dead} s",
+                    limits.most
+                ),
+            )
+        }
+        Err(e) if mode == FirecrackerDisk::Nbd => {
+            fail(CHECK, format!("disk.firecracker is nbd: {}", e.why), LOAD)
+        }
+        Err(e) => ok(CHECK, format!("disks of Firecracker are files: {}", e.why)),
     }
 }
 

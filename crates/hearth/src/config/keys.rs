@@ -6,7 +6,7 @@ use super::{
     BackupConfig, EventsConfig, ExitsConfig, LogConfig, LogFormat, NetworkConfig, ReclaimConfig,
     ReconcileConfig, ShutdownConfig, StatsConfig,
 };
-use super::{Config, ReclaimMode, ReconcileAction, ShutdownMode, VmmChoice};
+use super::{Config, FirecrackerDisk, ReclaimMode, ReconcileAction, ShutdownMode, VmmChoice};
 
 /// One configuration key.
 pub(crate) struct Key {
@@ -92,6 +92,18 @@ pub(crate) static KEYS: &[Key] = &[
     ),
     key!("disk.iops", "N", disk.iops, "Most requests per second to the disks of a sandbox; 0: no limit"),
     key!("disk.burst_ms", "N", disk.burst_ms, "Time whose share may come at once after a pause; 0: 1,000"),
+    key!(
+        "disk.firecracker",
+        "HOW",
+        firecracker_disk,
+        "Writable disks of Firecracker: file, nbd (a device, served by the shim), or auto"
+    ),
+    key!(
+        "disk.nbd_devices",
+        "N",
+        nbd_devices,
+        "Most devices that such disks take; 0: all that the kernel has"
+    ),
     key!("reclaim.mode", "MODE", reclaim.mode, "background, blocking or off: when leftovers are released"),
     key!("reclaim.parallelism", "N", reclaim.parallelism, "Releases at once of what is no slot"),
     key!(
@@ -218,6 +230,8 @@ impl Default for Config {
                 dns: vec![[1, 1, 1, 1].into(), [8, 8, 8, 8].into()],
             },
             disk: Default::default(),
+            firecracker_disk: FirecrackerDisk::Auto,
+            nbd_devices: 0,
             reclaim: ReclaimConfig {
                 mode: ReclaimMode::Background,
                 parallelism: 16,

@@ -7,7 +7,7 @@ use hearth_core::id::{InstanceName, VethPrefix};
 use hearth_core::network::Cidr;
 use hearth_node::Failpoints;
 
-use super::{LogFormat, ReclaimMode, ReconcileAction, ShutdownMode, Url, VmmChoice};
+use super::{FirecrackerDisk, LogFormat, ReclaimMode, ReconcileAction, ShutdownMode, Url, VmmChoice};
 
 /// A value as some layer gives it.
 #[derive(Debug, Clone, Copy)]
@@ -58,6 +58,7 @@ from_text!(
     Cidr => "",
     SocketAddr => "; write ADDRESS:PORT, such as 127.0.0.1:5008",
     VmmChoice => "",
+    FirecrackerDisk => "",
     ReclaimMode => "",
     ReconcileAction => "",
     ShutdownMode => "",

@@ -9,6 +9,7 @@ use std::sync::atomic::AtomicU64;
 
 use hearth_core::host::Host;
 use hearth_core::lifecycle::SlotState;
+use hearth_core::nbd_pool::Counts;
 use hearth_core::resource::Kind;
 use hearth_node::{KindProgress, PassResult, ReclaimProgress, ReclaimState, ReconcileReport, Status};
 use prometheus_client::encoding::EncodeLabelSet;
@@ -107,6 +108,12 @@ pub(super) fn render<H: Host>(node: &Node<H>) -> String {
             slots.entry(state.as_str().to_owned()).or_default();
         }
         states(&mut registry, "slots", "Network slots by state", slots);
+        if let Some(counts) = node.engine.nbd_counts() {
+            let Counts { used, quarantined, foreign, .. } = counts;
+            let counts =
+                [("free", counts.free()), ("used", used), ("quarantined", quarantined), ("foreign", foreign)];
+            states(&mut registry, "nbds", "Network block devices by state", counts);
+        }
     }
     sandboxes(&mut registry, node);
     let progress = node.engine.reclaim();

@@ -36,8 +36,8 @@ use hearth_core::host::Host;
 use hearth_host::kernel_host::{HostConfig, KernelHost};
 use hearth_host::lock::InstanceClaim;
 use hearth_node::{
-    Ask, Engine, EngineConfig, EngineError, Events, JournalConfig, KeepExits, Phase, Reclaim, ReclaimMode,
-    Reconcile, ReconcileAction,
+    Ask, Engine, EngineConfig, EngineError, Events, FirecrackerDisk, JournalConfig, KeepExits, Phase,
+    Reclaim, ReclaimMode, Reconcile, ReconcileAction,
 };
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -352,6 +352,12 @@ fn engine_config(config: &Config, boot_id: &str, log: LogLines) -> anyhow::Resul
         slot_pool: config.network.slot_pool,
         dns: config.network.dns.clone(),
         disk_rate: config.disk,
+        firecracker_disk: match config.firecracker_disk {
+            crate::config::FirecrackerDisk::Auto => FirecrackerDisk::Auto,
+            crate::config::FirecrackerDisk::File => FirecrackerDisk::File,
+            crate::config::FirecrackerDisk::Nbd => FirecrackerDisk::Nbd,
+        },
+        nbd_devices: config.nbd_devices,
         shim_program: std::env::current_exe().context("the path of this binary")?,
         guest_program: vmms::guest_program(config),
         vmms: vmms::find(config),

@@ -3,7 +3,7 @@
 use crate::node::{Node, Wish, cannot, text};
 
 /// Steps at which a creation can be made to fail, as `hearth serve` knows them.
-const STEPS: [&str; 7] = ["record", "run-directory", "disk", "slot", "cgroup", "shim", "boot"];
+const STEPS: [&str; 8] = ["record", "run-directory", "nbd", "disk", "slot", "cgroup", "shim", "boot"];
 
 #[test]
 fn fifty_lives_leave_the_host_as_it_was() {

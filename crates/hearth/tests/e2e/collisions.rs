@@ -90,7 +90,7 @@ impl Bench {
 }
 
 /// Each step of creation waits for a moment, so that a collision can be timed to it.
-const SLOW: &str = "process_vmm = true\nfailpoints = \"record=delay(200),run-directory=delay(200),\
+const SLOW: &str = "process_vmm = true\nfailpoints = \"record=delay(200),run-directory=delay(200),nbd=delay(200),\
                     disk=delay(200),slot=delay(200),cgroup=delay(200),shim=delay(200),spawn=delay(200),\
                     boot=delay(200)\"";
 

@@ -9,6 +9,7 @@ mod backup;
 mod bad_input;
 mod clean;
 mod collisions;
+mod devices;
 mod dirty;
 mod disks;
 mod doctor;

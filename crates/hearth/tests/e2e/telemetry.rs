@@ -141,7 +141,7 @@ fn spans_of_a_life_arrive_below_the_callers() {
     }
     let release = find("release");
     assert_eq!(release.parent_span_id, find("delete").span_id);
-    for part in ["stop", "process", "cgroup", "slot", "run-directory", "directory"] {
+    for part in ["stop", "process", "nbd", "cgroup", "slot", "run-directory", "directory"] {
         assert_eq!(find(&format!("release.{part}")).parent_span_id, release.span_id, "{part}");
     }
     assert_eq!(find("exec.connect").parent_span_id, find("exec").span_id);

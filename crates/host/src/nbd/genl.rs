@@ -1,6 +1,11 @@
 //! The commands of the kernel's NBD client, as generic netlink messages (`include/uapi/linux/nbd-netlink.h`).
 
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::unix::fs::MetadataExt as _;
+
+use rustix::thread::LinkNameSpaceType;
 
 use super::Order;
 use crate::net::attr::{Message, read_u16};
@@ -31,6 +36,10 @@ const SOCK_FD: u16 = 1;
 /// `struct genlmsghdr`.
 const HEADER: usize = 4;
 
+/// The network namespace that this thread is in, and the first one, if this process sees the host's first process.
+const NETNS: &str = "/proc/thread-self/ns/net";
+const FIRST_NETNS: &str = "/proc/1/ns/net";
+
 /// The family "nbd" of this kernel. It is known in the host's first network namespace only.
 pub(super) struct Family {
     socket: Socket,
@@ -38,7 +47,21 @@ pub(super) struct Family {
 }
 
 impl Family {
+    /// Where this thread's network namespace does not have it, the thread goes over to the first one and stays: call this on
+    /// one that ends afterwards.
     pub(super) fn open() -> Result<Self> {
+        match Self::open_here() {
+            Err(e)
+                if e.errno() == Some(libc::ENOENT)
+                    && enter_first_netns().map_err(NetlinkError::Socket)? =>
+            {
+                Self::open_here()
+            }
+            opened => opened,
+        }
+    }
+
+    fn open_here() -> Result<Self> {
         let mut socket = Socket::open(libc::NETLINK_GENERIC)?;
         let reply = socket.get(command(CONTROL, GET_FAMILY).str(FAMILY_NAME, "nbd"))?;
         let id = reply.attrs(HEADER).get(FAMILY_ID).and_then(read_u16);
@@ -71,6 +94,17 @@ impl Family {
     pub(super) fn disconnect(&mut self, index: u32) -> Result<()> {
         self.socket.request(command(self.id, DISCONNECT).u32(INDEX, index))
     }
+}
+
+/// False if the thread is in it already.
+fn enter_first_netns() -> io::Result<bool> {
+    let first = File::open(FIRST_NETNS)?;
+    let (here, there) = (std::fs::metadata(NETNS)?, first.metadata()?);
+    if (here.dev(), here.ino()) == (there.dev(), there.ino()) {
+        return Ok(false);
+    }
+    rustix::thread::move_into_link_name_space(first.as_fd(), Some(LinkNameSpaceType::Network))?;
+    Ok(true)
 }
 
 fn command(family: u16, command: u8) -> Message {

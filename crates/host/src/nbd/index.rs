@@ -75,6 +75,26 @@ fn directory(index: u32) -> PathBuf {
     Path::new(SYS_BLOCK).join(format!("nbd{index}"))
 }
 
+/// The device itself.
+#[must_use]
+pub fn path(index: u32) -> PathBuf {
+    PathBuf::from(format!("/dev/nbd{index}"))
+}
+
+/// Processes that have the device open, as far as that can be seen; for an operator, nothing is decided by it.
+pub(crate) fn openers(index: u32) -> Vec<u32> {
+    let device = path(index);
+    let has = |pid: u32| {
+        let Ok(open) = fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
+        open.flatten().any(|entry| fs::read_link(entry.path()).is_ok_and(|file| file == device))
+    };
+    let Ok(all) = fs::read_dir("/proc") else { return Vec::new() };
+    all.flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter(|pid| has(*pid))
+        .collect()
+}
+
 /// Whether the kernel has this index.
 pub(super) fn exists(index: u32) -> bool {
     !matches!(fs::symlink_metadata(directory(index)), Err(e) if e.kind() == io::ErrorKind::NotFound)

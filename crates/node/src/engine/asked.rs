@@ -151,6 +151,12 @@ impl<H: Host> Engine<H> {
         self.context.pool.counts()
     }
 
+    /// Indexes of the kernel's NBD client; nothing where it has none, or none is wanted.
+    #[must_use]
+    pub fn nbd_counts(&self) -> Option<hearth_core::nbd_pool::Counts> {
+        self.context.nbds.counts()
+    }
+
     /// What the books hold now.
     ///
     /// # Errors

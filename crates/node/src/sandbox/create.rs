@@ -10,7 +10,6 @@ use hearth_core::host::{Host, SpawnSpec};
 use hearth_core::network::{GUEST_MAC, TAP_NAME};
 use hearth_core::resource::Resource;
 use hearth_core::shim::{GuestNetSpec, SHIM_LOG, SHIM_PROTOCOL, SHIM_SPEC_FILE, ShimSpec};
-use hearth_core::spec::VmmKind;
 use hearth_core::steps::{Place, Step};
 
 use super::shim_end;
@@ -27,6 +26,17 @@ const SHIM_START: Duration = Duration::from_secs(20);
 static GO_ON: AtomicBool = AtomicBool::new(false);
 /// File name of a writable disk that the VMM opens itself, in a sandbox's state directory.
 const DISK_FILE: &str = "disk.ext4";
+
+/// How its VMM is given its disks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Disks {
+    /// It opens the files.
+    Files,
+    /// The shim serves them on sockets that the VMM inherits.
+    Sockets,
+    /// The shim serves the writable one to the kernel, whose device the VMM opens.
+    Device,
+}
 
 impl<H: Host> Sandbox<H> {
     /// Runs all steps. Ends early, between two steps or while it waits for the guest, when cancelled.
@@ -70,6 +80,20 @@ impl<H: Host> Sandbox<H> {
             Step::RunDirectory => {
                 let path = self.run_dir.clone();
                 self.ensure(Resource::Directory { path }).await.map_err(failed)
+            }
+            Step::Nbd => {
+                if !self.has_rootfs() || self.disks != Disks::Device {
+                    return Ok(());
+                }
+                let context = Arc::clone(&self.context);
+                let index = context.nbds.acquire(&context.host, &self.record.id).await;
+                let index = index.map_err(|e| match e {
+                    crate::EngineError::Exhausted(why) => CreateError::Exhausted(why),
+                    other => failed(chain(&other)),
+                })?;
+                // The shim connects it, much later; from here on it is this record's.
+                self.record.intend(Resource::Nbd { index, sandbox: self.record.id.clone() });
+                self.save().await.map_err(failed)
             }
             Step::Disk => {
                 if !self.has_rootfs() {
@@ -177,8 +201,12 @@ impl<H: Host> Sandbox<H> {
                 base: state_dir.join(block::BASE_FILE),
                 rate: record.spec.disk_rate,
                 failpoints: config.failpoints.only(|place| matches!(place, Place::Block(_))).to_string(),
+                nbd: record.resources.iter().find_map(|r| match r {
+                    Resource::Nbd { index, .. } => Some(*index),
+                    _ => None,
+                }),
             }),
-            drive_rate: if self.served() { block::DiskRate::default() } else { record.spec.disk_rate },
+            drive_rate: record.spec.disk_rate,
             cpus: record.spec.cpus,
             memory_mib: record.spec.memory_mib,
             netns: Some(config.layout.netns_path(slot)),
@@ -197,9 +225,9 @@ impl<H: Host> Sandbox<H> {
         self.template.as_ref().is_some_and(|t| t.rootfs)
     }
 
-    /// Whether its disks go through the shim's block server. Firecracker takes block devices and files only.
+    /// Whether its writable disk goes through the shim's block server.
     fn served(&self) -> bool {
-        self.has_rootfs() && self.record.spec.vmm == VmmKind::Qemu
+        self.has_rootfs() && self.disks != Disks::Files
     }
 
     fn guest_net(&self) -> GuestNetSpec {

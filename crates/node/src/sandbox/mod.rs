@@ -31,6 +31,7 @@ use tokio_util::sync::CancellationToken;
 use crate::shim_client::Client;
 use crate::trace::TraceContext;
 
+pub(crate) use create::Disks;
 pub(crate) use ended::By;
 pub(crate) use task::{Begin, Sandbox};
 

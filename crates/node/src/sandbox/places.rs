@@ -26,6 +26,7 @@ impl<H: Host> Sandbox<H> {
     pub(super) async fn release_on_host(&self, resource: &Resource) -> Result<(), HostError> {
         let step = match resource.kind() {
             Kind::Process => ReleaseStep::Process,
+            Kind::Nbd => ReleaseStep::Nbd,
             Kind::Cgroup => ReleaseStep::Cgroup,
             _ if *resource == (Resource::Directory { path: self.run_dir.clone() }) => {
                 ReleaseStep::RunDirectory
@@ -48,6 +49,11 @@ impl<H: Host> Sandbox<H> {
     /// Takes the slot from this sandbox: reset for the next owner, or removed.
     pub(super) async fn retire_slot(&self, slot: SlotIndex) -> Result<Retired, String> {
         self.part(ReleaseStep::Slot, |why| why, self.context.pool.retire(slot)).await
+    }
+
+    /// A part of the walk at which there is nothing to do.
+    pub(super) async fn pass(&self, step: ReleaseStep) -> Result<(), String> {
+        self.part(step, |why| why, std::future::ready(Ok(()))).await
     }
 
     /// One part of the walk, at its place, timed, in a span of its own.

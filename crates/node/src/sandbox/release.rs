@@ -7,6 +7,7 @@ use hearth_core::event::EventKind;
 use hearth_core::host::Host;
 use hearth_core::lifecycle::SandboxState;
 use hearth_core::resource::{Kind, Resource};
+use hearth_core::steps::ReleaseStep;
 use hearth_core::stuck::{Left, Stuck};
 
 use super::task::Sandbox;
@@ -50,13 +51,21 @@ impl<H: Host> Sandbox<H> {
 
         let mut left = Vec::new();
         // The processes first: they hold everything else.
-        for kind in [Kind::Process, Kind::Cgroup] {
-            self.release_kind(kind, &mut left).await;
+        self.release_kind(Kind::Process, &mut left).await;
+        // A device goes only when its server was seen gone, and its server is the shim. Before the cgroup, since a VMM that
+        // waits for its disk does not end before that.
+        let mut devices = Vec::new();
+        let served_out = left.is_empty() && self.record.shim.is_some();
+        if served_out {
+            self.release_nbds(&mut devices).await;
         }
-        // Only when they were seen gone: a device whose server lives must have its socket shut first.
-        if left.is_empty() {
-            self.release_kind(Kind::Nbd, &mut left).await;
+        self.release_kind(Kind::Cgroup, &mut left).await;
+        // Now everybody who may have had it open is gone, and so is a shim that no record names.
+        if left.is_empty() && !(served_out && devices.is_empty()) {
+            devices.clear();
+            self.release_nbds(&mut devices).await;
         }
+        left.append(&mut devices);
         self.release_kind(Kind::Mount, &mut left).await;
         if left.is_empty() {
             self.release_slot(&mut left).await;
@@ -111,8 +120,21 @@ impl<H: Host> Sandbox<H> {
         }
     }
 
+    /// Releases its devices. Every life passes this place, also one that has none.
+    async fn release_nbds(&mut self, left: &mut Vec<Left>) {
+        if self.record.resources.iter().any(|r| r.kind() == Kind::Nbd) {
+            self.release_kind(Kind::Nbd, left).await;
+        } else if let Err(why) = self.pass(ReleaseStep::Nbd).await {
+            left.push(Left { kind: Kind::Nbd, what: "network block devices".into(), why, holders: vec![] });
+        }
+    }
+
     async fn release_one(&mut self, resource: &Resource, left: &mut Vec<Left>) {
-        match self.release_on_host(resource).await {
+        let released = self.release_on_host(resource).await;
+        if let Resource::Nbd { index, sandbox } = resource {
+            self.context.nbds.settle(&self.context.host, *index, sandbox).await;
+        }
+        match released {
             Ok(()) => self.record.absent(resource),
             Err(e) => left.push(self.stays(resource, resource.to_string(), chain(&e)).await),
         }

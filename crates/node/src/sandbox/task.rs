@@ -19,7 +19,7 @@ use hearth_core::stuck::{Left, Stuck};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::{By, Command, StepStarted, View, shim_end};
+use super::{By, Command, Disks, StepStarted, View, shim_end};
 use crate::blocking::{blocking, on_host};
 use crate::engine::{Context, now_ms};
 use crate::error::EngineError;
@@ -88,6 +88,8 @@ pub(crate) struct Sandbox<H> {
     pub(crate) ending: Option<Instant>,
     /// Who ends it, should it be ended now.
     pub(crate) by: By,
+    /// What creation makes of its disks.
+    pub(crate) disks: Disks,
 }
 
 impl<H: Host> Sandbox<H> {
@@ -338,6 +340,7 @@ impl<H: Host> Sandbox<H> {
         let took = self.ending.map(|begun| begun.elapsed()).unwrap_or_default();
         self.context.meters.deleted(took);
         self.context.meters.usage.forget(&self.record.id);
+        self.context.nbds.forget(&self.record.id);
         let event =
             Events::now(EventKind::SandboxDeleted).about(&self.record).because("nothing of it is left");
         self.context.events.tell(event.with("took_ms", took.as_millis()));

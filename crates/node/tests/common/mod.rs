@@ -5,8 +5,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use futures::Stream;
@@ -24,8 +24,8 @@ use hearth_core::resource::Resource;
 use hearth_core::shim::{SHIM_PROTOCOL, SHIM_SOCKET, ShimSpec};
 use hearth_core::spec::VmmKind;
 use hearth_node::{
-    Engine, EngineConfig, EngineError, Failpoints, KeepExits, Kill9, NewSandbox, Phase, Reclaim, ReclaimMode,
-    Reconcile, ReconcileAction, View, Vmms,
+    Engine, EngineConfig, EngineError, Failpoints, FirecrackerDisk, KeepExits, Kill9, NewSandbox, Phase,
+    Reclaim, ReclaimMode, Reconcile, ReconcileAction, View, Vmms,
 };
 use hearth_testkit::FakeHost;
 use tokio::sync::mpsc;
@@ -42,6 +42,10 @@ pub struct Bench {
     pub slot_pool: usize,
     pub reclaim: ReclaimMode,
     pub reconcile: Reconcile,
+    /// How its sandboxes are given their disks; with `File` they run on the VMM `process` and have none.
+    pub disk: FirecrackerDisk,
+    /// Most devices that are used; 0: all there are.
+    pub nbd_devices: u32,
 }
 
 pub const TEMPLATE: &str = "flat";
@@ -61,13 +65,14 @@ impl Bench {
         let boot_blocks = Arc::new(AtomicBool::new(false));
         let protocol = Arc::new(AtomicU32::new(SHIM_PROTOCOL));
         let (blocks, speaks) = (Arc::clone(&boot_blocks), Arc::clone(&protocol));
+        let on = Arc::downgrade(&host);
         host.on_spawn(move |spec, process| {
             let dir = PathBuf::from(spec.args.last().ok_or("no directory")?);
-            let (blocks, speaks) = (Arc::clone(&blocks), Arc::clone(&speaks));
-            std::thread::spawn(move || shim_thread(&dir, &process, blocks, speaks));
+            let (blocks, speaks, on) = (Arc::clone(&blocks), Arc::clone(&speaks), Weak::clone(&on));
+            std::thread::spawn(move || shim_thread(&dir, &process, blocks, speaks, on));
             Ok(())
         });
-        write_template(&tmp.path().join("state"));
+        write_template(&tmp.path().join("state"), TEMPLATE, false);
         Self {
             tmp,
             host,
@@ -77,7 +82,21 @@ impl Bench {
             slot_pool,
             reclaim: ReclaimMode::Background,
             reconcile: never(),
+            disk: FirecrackerDisk::File,
+            nbd_devices: 0,
         }
+    }
+
+    /// Its sandboxes run on Firecracker, and each has its disk as one of so many devices.
+    pub fn with_devices(self, limit: u32) -> Self {
+        self.host.load_nbd(limit);
+        self.on_firecracker()
+    }
+
+    /// Its sandboxes run on Firecracker with a disk.
+    pub fn on_firecracker(self) -> Self {
+        write_template(&self.tmp.path().join("state"), TEMPLATE, true);
+        Self { disk: FirecrackerDisk::Auto, ..self }
     }
 
     pub fn config(&self, failpoints: Failpoints) -> EngineConfig {
@@ -92,10 +111,16 @@ impl Bench {
             shim_program: "/bin/true".into(),
             guest_program: "/bin/true".into(),
             vmms: Vmms {
-                auto: VmmKind::Process,
+                auto: match self.disk {
+                    FirecrackerDisk::File => VmmKind::Process,
+                    _ => VmmKind::Firecracker,
+                },
                 auto_reason: String::new(),
-                programs: BTreeMap::from([(VmmKind::Process.as_str(), program)]),
-                kvm: Err("a test".into()),
+                programs: BTreeMap::from([
+                    (VmmKind::Process.as_str(), program.clone()),
+                    (VmmKind::Firecracker.as_str(), program),
+                ]),
+                kvm: Ok(()),
             },
             failpoints,
             kill9: Kill9::new(|| panic!("no daemon to kill in this test")),
@@ -110,6 +135,8 @@ impl Bench {
             release_deadline: Duration::from_millis(300),
             boot_deadline: Duration::from_secs(5),
             disk_rate: Default::default(),
+            firecracker_disk: self.disk,
+            nbd_devices: self.nbd_devices,
             console_cap_bytes: 4096,
             journal: None,
             stats_interval: Duration::ZERO,
@@ -155,14 +182,14 @@ pub fn layout(cidr: &str) -> SlotLayout {
 
 pub async fn create(engine: &Engine<FakeHost>, name: &str) -> Result<View, EngineError> {
     let (progress, mut steps) = mpsc::channel(16);
-    let new = NewSandbox { name: Some(name.parse().unwrap()), ..NewSandbox::default() };
+    let new = NewSandbox { name: Some(name.parse().unwrap()), disk_mib: 16, ..NewSandbox::default() };
     let view = engine.create(TEMPLATE.parse().unwrap(), new, progress).await;
     while steps.try_recv().is_ok() {}
     view
 }
 
-fn write_template(state: &Path) {
-    let template = state.join("templates").join(TEMPLATE);
+fn write_template(state: &Path, name: &str, rootfs: bool) {
+    let template = state.join("templates").join(name);
     let kernel = state.join("kernels/k");
     std::fs::create_dir_all(&template).unwrap();
     std::fs::create_dir_all(&kernel).unwrap();
@@ -176,9 +203,9 @@ fn write_template(state: &Path) {
     };
     let t = Template {
         schema: Template::SCHEMA,
-        name: TEMPLATE.parse().unwrap(),
+        name: name.parse().unwrap(),
         kernel: "k".parse().unwrap(),
-        rootfs: false,
+        rootfs,
         rootfs_bytes: 0,
         source: "test".into(),
         created_at_ms: 1,
@@ -194,10 +221,11 @@ fn shim_thread(
     process: &hearth_testkit::fake_host::ProcessHandle,
     blocks: Arc<AtomicBool>,
     protocol: Arc<AtomicU32>,
+    host: Weak<FakeHost>,
 ) {
     let spec: ShimSpec = serde_json::from_slice(&std::fs::read(dir.join("spec.json")).unwrap()).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let shim = FakeShim { spec, pid: process.identity().pid, blocks, protocol };
+    let shim = FakeShim { spec, pid: process.identity().pid, blocks, protocol, host };
     let socket = dir.join(SHIM_SOCKET);
     runtime.block_on(async {
         let listener = tokio::net::UnixListener::bind(socket).unwrap();
@@ -220,6 +248,7 @@ struct FakeShim {
     pid: u32,
     blocks: Arc<AtomicBool>,
     protocol: Arc<AtomicU32>,
+    host: Weak<FakeHost>,
 }
 
 type Messages<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -241,6 +270,11 @@ impl ShimService for FakeShim {
     async fn boot(&self, _: Request<BootRequest>) -> Result<Response<BootResponse>, Status> {
         while self.blocks.load(Ordering::Relaxed) {
             tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        if let (Some(block), Some(host)) = (&self.spec.block, self.host.upgrade())
+            && let Some(index) = block.nbd
+        {
+            host.plant(Resource::Nbd { index, sandbox: self.spec.id.clone() });
         }
         Ok(Response::new(BootResponse { vmm_pid: self.pid + 1 }))
     }

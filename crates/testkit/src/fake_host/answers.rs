@@ -8,7 +8,7 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use hearth_core::host::{
-    Census, ErrorClass, Host, HostError, Pace, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
+    Census, ErrorClass, Host, HostError, NbdSeen, Pace, Sighting, SlotRelease, SlotSeen, SpawnSpec, Spawned,
 };
 use hearth_core::network::SlotIndex;
 use hearth_core::process::{Liveness, ProcessIdentity};
@@ -90,6 +90,13 @@ impl Host for FakeHost {
         let fault = self.begin(Verb::Release, resource.kind(), &what, within)?;
         let mut inner = self.lock();
         self.check(Verb::Release, &inner, resource)?;
+        // On the kernel it could hang, and all generic netlink with it.
+        if let Resource::Nbd { sandbox, .. } = resource
+            && !inner.pretended.contains(&Kind::Process)
+            && inner.processes.values().any(|(p, cgroup)| cgroup == sandbox.as_str() && p.ended().is_none())
+        {
+            return Err(error(Verb::Release, &what, ErrorClass::Failed, "its server lives"));
+        }
         if matches!(fault, Some(Fault::HalfDone(_))) {
             if let Some(whole) = inner.things.get_mut(resource) {
                 *whole = false;
@@ -148,6 +155,30 @@ impl Host for FakeHost {
 
     fn conflict(&self) -> Result<Option<String>, HostError> {
         Ok(self.lock().conflict.clone())
+    }
+
+    fn nbd_limit(&self) -> Result<u32, HostError> {
+        let none =
+            || error(Verb::Census, "nbd", ErrorClass::Refused, "the kernel has no module nbd: modprobe nbd");
+        self.lock().nbd_limit.ok_or_else(none)
+    }
+
+    fn look_at_nbd(&self, index: u32) -> Result<NbdSeen, HostError> {
+        let what = format!("nbd{index}");
+        self.begin(Verb::Census, Kind::Nbd, &what, Duration::ZERO)?;
+        let inner = self.lock();
+        if inner.nbd_limit.is_none_or(|limit| index >= limit) {
+            return Err(error(Verb::Census, &what, ErrorClass::Failed, "there is no such index"));
+        }
+        let has = |r: &Resource| matches!(r, Resource::Nbd { index: i, .. } if *i == index);
+        let unquiet = |owner, facts: &str| NbdSeen::Unquiet { owner, facts: facts.to_owned() };
+        if let Some((_, why)) = inner.foreign.iter().find(|(r, _)| has(r)) {
+            return Ok(unquiet(None, why));
+        }
+        Ok(match inner.things.keys().find(|r| has(r)) {
+            Some(Resource::Nbd { sandbox, .. }) => unquiet(Some(sandbox.clone()), "connected"),
+            _ => NbdSeen::Quiet,
+        })
     }
 
     fn free_bytes(&self, _: &Path) -> Result<u64, HostError> {

@@ -38,6 +38,8 @@ pub(super) struct Drive<'a> {
     is_read_only: bool,
     io_engine: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
+    cache_type: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     rate_limiter: Option<RateLimiter>,
 }
 
@@ -89,6 +91,7 @@ impl<'a> Drive<'a> {
             is_root_device: true,
             is_read_only: true,
             io_engine: "Sync",
+            cache_type: None,
             rate_limiter: RateLimiter::new(rate),
         }
     }
@@ -101,8 +104,14 @@ impl<'a> Drive<'a> {
             is_root_device: false,
             is_read_only: false,
             io_engine: "Sync",
+            cache_type: None,
             rate_limiter: RateLimiter::new(rate),
         }
+    }
+
+    /// The same as a block device. The guest's flushes are asked for: what is in the cache of a device goes with its server.
+    pub(super) fn device(path: &'a Path) -> Self {
+        Self { cache_type: Some("Writeback"), ..Self::writable(path, DiskRate::default()) }
     }
 }
 
@@ -174,6 +183,10 @@ mod tests {
         assert_eq!(
             json(&Drive::writable(Path::new("/s/disk"), DiskRate::default())),
             r#"{"drive_id":"overlay","path_on_host":"/s/disk","is_root_device":false,"is_read_only":false,"io_engine":"Sync"}"#
+        );
+        assert_eq!(
+            json(&Drive::device(Path::new("/dev/nbd3"))),
+            r#"{"drive_id":"overlay","path_on_host":"/dev/nbd3","is_root_device":false,"is_read_only":false,"io_engine":"Sync","cache_type":"Writeback"}"#
         );
         assert_eq!(
             json(&NetworkInterface {

@@ -183,6 +183,7 @@ mod tests {
             base: "/s/disk.base".into(),
             rate: DiskRate::default(),
             failpoints: String::new(),
+            nbd: None,
         });
         let with_agent = line(&ShimSpec { block: block.clone(), ..spec() }, Accelerator::Tcg);
         assert!(with_agent.contains("export=rootfs,server.type=fd,server.str=6"), "{with_agent}");
