@@ -14,4 +14,7 @@ mod attack;
 mod clients;
 mod overlay_properties;
 mod parser;
+mod remote;
+mod remote_clients;
 mod served;
+mod store;
