@@ -31,6 +31,8 @@ pub struct EngineConfig {
     pub dns: Vec<Ipv4Addr>,
     /// How fast the disks of a sandbox may be that does not say.
     pub disk_rate: DiskRate,
+    /// Size of the cache of remote disks, which all instances of this state directory share, MiB.
+    pub chunk_cache_mib: u64,
     /// This binary, to run as shim.
     pub shim_program: PathBuf,
     /// The guest agent's binary, packed into initramfs images.

@@ -3,7 +3,7 @@
 
 use super::value::{ConfigValue, Given};
 use super::{
-    BackupConfig, EventsConfig, ExitsConfig, LogConfig, LogFormat, NetworkConfig, ReclaimConfig,
+    BackupConfig, BlockConfig, EventsConfig, ExitsConfig, LogConfig, LogFormat, NetworkConfig, ReclaimConfig,
     ReconcileConfig, ShutdownConfig, StatsConfig,
 };
 use super::{Config, ReclaimMode, ReconcileAction, ShutdownMode, VmmChoice};
@@ -92,6 +92,7 @@ pub(crate) static KEYS: &[Key] = &[
     ),
     key!("disk.iops", "N", disk.iops, "Most requests per second to the disks of a sandbox; 0: no limit"),
     key!("disk.burst_ms", "N", disk.burst_ms, "Time whose share may come at once after a pause; 0: 1,000"),
+    key!("block.cache_mib", "N", block.cache_mib, "Size of the cache of remote disks, MiB"),
     key!("reclaim.mode", "MODE", reclaim.mode, "background, blocking or off: when leftovers are released"),
     key!("reclaim.parallelism", "N", reclaim.parallelism, "Releases at once of what is no slot"),
     key!(
@@ -200,6 +201,7 @@ impl Default for Config {
                 dns: vec![[1, 1, 1, 1].into(), [8, 8, 8, 8].into()],
             },
             disk: Default::default(),
+            block: BlockConfig { cache_mib: 4096 },
             reclaim: ReclaimConfig {
                 mode: ReclaimMode::Background,
                 parallelism: 16,

@@ -352,6 +352,7 @@ fn engine_config(config: &Config, boot_id: &str) -> anyhow::Result<EngineConfig>
         slot_pool: config.network.slot_pool,
         dns: config.network.dns.clone(),
         disk_rate: config.disk,
+        chunk_cache_mib: config.block.cache_mib,
         shim_program: std::env::current_exe().context("the path of this binary")?,
         guest_program: vmms::guest_program(config),
         vmms: vmms::find(config),

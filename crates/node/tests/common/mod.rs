@@ -110,6 +110,7 @@ impl Bench {
             release_deadline: Duration::from_millis(300),
             boot_deadline: Duration::from_secs(5),
             disk_rate: Default::default(),
+            chunk_cache_mib: 64,
             console_cap_bytes: 4096,
             journal: None,
             stats_interval: Duration::ZERO,
@@ -175,6 +176,7 @@ fn write_template(state: &Path) {
         created_at_ms: 1,
     };
     let t = Template {
+        remote: None,
         schema: Template::SCHEMA,
         name: TEMPLATE.parse().unwrap(),
         kernel: "k".parse().unwrap(),
