@@ -15,6 +15,9 @@ pub const OVERLAY_FILE: &str = "disk.overlay";
 pub struct BlockSpec {
     /// Image below the writable disk. It is never written, and other sandboxes may share it.
     pub base: PathBuf,
+    /// The root disk, where it is an object of a store and no file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rootfs: Option<RemoteRootfs>,
     /// How fast all disks together may be.
     #[serde(default)]
     pub rate: DiskRate,
@@ -25,6 +28,28 @@ pub struct BlockSpec {
     /// it opens the files itself.
     #[serde(default)]
     pub nbd: Option<u32>,
+}
+
+/// A disk that is an object of a store: which, and in which version.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoteDisk {
+    /// Where it is. It has no credentials in it: those come from the environment.
+    pub url: String,
+    /// Size.
+    pub bytes: u64,
+    /// The store's mark of the version (etag), or when it was changed last.
+    pub mark: String,
+}
+
+/// A root disk that is an object of a store, and the node's cache of such objects.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoteRootfs {
+    /// The object.
+    pub disk: RemoteDisk,
+    /// Directory of the cache, which all sandboxes share.
+    pub cache: PathBuf,
+    /// Size of the cache, MiB.
+    pub cache_mib: u64,
 }
 
 /// How fast the disks of one sandbox may be, all of them together. 0 is no limit.
@@ -92,6 +117,28 @@ pub struct OperationStats {
     pub buckets: Vec<u64>,
 }
 
+/// What was counted of a disk that is an object of a store, since its shim started. A chunk is part of such an object.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct RemoteStats {
+    /// Reads of chunks that were there: in the node's cache, or still in memory.
+    pub hits: u64,
+    /// Reads that had to wait for a chunk, whoever fetched it.
+    pub misses: u64,
+    /// Chunks that were fetched for this disk.
+    pub fetches: u64,
+    /// Their bytes.
+    pub fetched_bytes: u64,
+    /// Tries that failed and were made again.
+    pub retries: u64,
+    /// Chunks of the cache that were not what was written, and were fetched again.
+    pub damaged: u64,
+    /// Chunks that were removed from the cache to make room for this disk's.
+    pub evicted: u64,
+    /// Chunks that were fetched and could not be kept: no room, or a cache that does not work.
+    pub uncached: u64,
+}
+
 /// What was counted of one disk, since its shim started.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskStats {
@@ -113,6 +160,9 @@ pub struct DiskStats {
     pub discard: OperationStats,
     /// Zeroes.
     pub zeroes: OperationStats,
+    /// Of the object below it, where that is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote: Option<RemoteStats>,
 }
 
 impl DiskStats {

@@ -176,7 +176,7 @@ name_type!(
         label("instance name", s, 32, "-")?;
         match s {
             // These directories of the state directory are shared by all instances.
-            "backups" | "blanks" | "templates" | "kernels" | "tmp" => {
+            "backups" | "blanks" | "chunks" | "templates" | "kernels" | "tmp" => {
                 Err(NameError::Reserved { what: "instance name", given: s.to_owned() })
             }
             _ => Ok(()),

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::block::RemoteDisk;
 use crate::id::{KernelName, TemplateName};
 
 /// `template.json` in `<state>/templates/<name>/`.
@@ -18,6 +19,9 @@ pub struct Template {
     pub rootfs: bool,
     /// Size of the root disk, bytes.
     pub rootfs_bytes: u64,
+    /// The root disk, if it is an object of a store. Then there is no file of it here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote: Option<RemoteDisk>,
     /// Where it came from, in words.
     pub source: String,
     /// Milliseconds since the Unix epoch.
@@ -25,8 +29,9 @@ pub struct Template {
 }
 
 impl Template {
-    /// Version written by this build.
-    pub const SCHEMA: u32 = 1;
+    /// Newest version that this build knows. It is written for remote root disks only: a build before them understands all
+    /// others.
+    pub const SCHEMA: u32 = 2;
     /// Metadata file name.
     pub const FILE: &str = "template.json";
     /// Root disk file name.

@@ -52,6 +52,8 @@ pub(crate) struct Config {
     pub(crate) firecracker_disk: FirecrackerDisk,
     /// Most indexes of the kernel's NBD client that are used; 0: all there are.
     pub(crate) nbd_devices: u32,
+    /// The cache of remote disks.
+    pub(crate) block: BlockConfig,
     /// What happens to leftovers at start.
     pub(crate) reclaim: ReclaimConfig,
     /// Copies of the host's firewall rules.
@@ -113,6 +115,19 @@ pub(crate) struct ReclaimConfig {
     pub(crate) budget_count: u64,
     /// Least age of a leftover.
     pub(crate) grace_seconds: u64,
+}
+
+/// `[block]`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct BlockConfig {
+    /// Size of the cache of remote disks, MiB.
+    pub(crate) cache_mib: u64,
+}
+
+impl BlockConfig {
+    /// What it may be: a smaller one would only carry chunks in and out, a larger one is no limit on any disk.
+    pub(crate) const CACHE_MIB: std::ops::RangeInclusive<u64> =
+        hearth_vmm::block::LEAST_CACHE >> 20..=1 << 30;
 }
 
 /// `[backup]`
@@ -354,6 +369,11 @@ impl Config {
             if !range.contains(&value) {
                 return Err((key, format!("{value} is not from {} to {}", range.start(), range.end())));
             }
+        }
+        let cache = self.block.cache_mib;
+        if !BlockConfig::CACHE_MIB.contains(&cache) {
+            let (least, most) = (BlockConfig::CACHE_MIB.start(), BlockConfig::CACHE_MIB.end());
+            return Err(("block.cache_mib", format!("{cache} is not from {least} to {most}")));
         }
         let share = self.reconcile.max_share_percent;
         if !(1..=100).contains(&share) {

@@ -39,8 +39,12 @@ impl Disk {
     /// A server that answers.
     fn serve(&self, more: &[&str]) -> Server {
         let mut command = self.hearth("serve", more);
-        command.arg("--socket").arg(&self.socket).stdout(Stdio::piped());
-        let mut child = command.spawn().expect("start");
+        command.arg("--socket").arg(&self.socket);
+        Self::started(command)
+    }
+
+    fn started(mut command: Command) -> Server {
+        let mut child = command.stdout(Stdio::piped()).spawn().expect("start");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("stdout")).read_line(&mut line).expect("line");
         assert!(line.starts_with("nbd+unix:///?socket="), "{line:?}");
@@ -221,6 +225,32 @@ fn an_overlay_whose_server_is_killed_under_load_is_as_at_the_last_flush_or_newer
     let again = disk.client().read_all();
     assert!(again[..BLOCK] == [0x77; BLOCK] && again[BLOCK..] == seen[BLOCK..]);
     server.end();
+}
+
+#[test]
+fn an_object_of_a_store_is_served_as_it_is_and_below_an_overlay() {
+    let mut disk = Disk::new();
+    let url = format!("file://{}", disk.base.display());
+    let cache = disk.dir.path().join("cache");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_hearth"));
+    command.args(["block", "serve", "--url", &url, "--cache"]).arg(&cache).arg("--socket").arg(&disk.socket);
+    let server = Disk::started(command);
+    assert!(disk.client().read_all() == vec![0xbb; BLOCKS * BLOCK]);
+    server.end();
+    disk.base = url.into();
+    let cached = ["--cache", cache.to_str().unwrap(), "--cache-mib", "16"];
+    let server = disk.serve(&cached);
+    let mut client = disk.client();
+    assert!(client.ask(WRITE, 0, BLOCK as u32, &[0x77; BLOCK]) && client.settle(0));
+    server.end();
+    let server = disk.serve(&cached);
+    let seen = disk.client().read_all();
+    assert!(seen[..BLOCK] == [0x77; BLOCK] && seen[BLOCK..] == [0xbb; (BLOCKS - 1) * BLOCK]);
+    server.end();
+    // The object has changed: another base.
+    std::fs::write(disk.dir.path().join("base"), vec![1; BLOCKS * BLOCK]).unwrap();
+    let said = text(&disk.hearth("diff", &cached).output().unwrap());
+    assert!(said.contains("another base"), "{said}");
 }
 
 fn text(output: &Output) -> String {

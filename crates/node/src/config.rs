@@ -35,6 +35,8 @@ pub struct EngineConfig {
     pub firecracker_disk: FirecrackerDisk,
     /// Most indexes of the kernel's NBD client that are used; 0: all there are.
     pub nbd_devices: u32,
+    /// Size of the cache of remote disks, which all instances of this state directory share, MiB.
+    pub chunk_cache_mib: u64,
     /// This binary, to run as shim.
     pub shim_program: PathBuf,
     /// The guest agent's binary, packed into initramfs images.

@@ -461,6 +461,14 @@ fn check_vmm(config: &EngineConfig, spec: &SandboxSpec, template: &Template) -> 
     let vmms = &config.vmms;
     vmms.program(spec.vmm).map_err(|why| EngineError::Precondition(format!("vmm {}: {why}", spec.vmm)))?;
     if spec.vmm == VmmKind::Firecracker
+        && let Some(remote) = &template.remote
+    {
+        return Err(EngineError::Precondition(format!(
+            "vmm firecracker: the root disk of template {} is remote ({}), and Firecracker takes files only; use --vmm qemu",
+            template.name, remote.url
+        )));
+    }
+    if spec.vmm == VmmKind::Firecracker
         && template.rootfs
         && let Err(why) = &vmms.kvm
     {

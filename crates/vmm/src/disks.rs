@@ -14,7 +14,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use hearth_core::block::{BlockSpec, DiskStats};
+use hearth_core::block::{BlockSpec, DiskStats, RemoteRootfs};
 use hearth_core::shim::ShimSpec;
 use hearth_core::steps::BlockPlace;
 use tokio::task::JoinSet;
@@ -23,7 +23,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::backend::{VmmError, socket_pair};
 use crate::block::nbd::{Ended, Export, Limits, serve, serve_attached};
-use crate::block::{Backend, BlockFaults, FileBackend, Limit, Overlay, Pool, RateLimiter, Wrapped};
+use crate::block::{
+    Backend, BlockFaults, ChunkCache, FileBackend, Limit, Overlay, Pool, RateLimiter, RemoteBackend,
+    RemoteOptions, Version, Wrapped,
+};
 use attached::Attached;
 
 /// Names of the disks: of the exports, and of the nodes in the VMM.
@@ -33,6 +36,8 @@ pub(crate) const OVERLAY: &str = "overlay";
 const THREADS: usize = 8;
 /// To open the disks, and to flush them at the end.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// To find an object of a store, with as many tries as that takes.
+const REMOTE_PATIENCE: Duration = Duration::from_secs(30);
 /// After an orderly end of the VMM: for its connections to end by themselves.
 const GOODBYE: Duration = Duration::from_secs(1);
 
@@ -269,8 +274,10 @@ async fn open_all(
     faults: Option<&BlockFaults>,
 ) -> Result<Vec<(&'static str, Arc<dyn Backend>)>, DisksError> {
     let mut disks: Vec<(&'static str, Arc<dyn Backend>)> = vec![];
+    if let Some(rootfs) = &block.rootfs {
+        disks.push((ROOTFS, open_remote(rootfs).await?));
     // Where the kernel has one disk, the VMM opens the other's file itself: many read it, and from one cache.
-    if let Some(path) = spec.rootfs.as_ref().filter(|_| block.nbd.is_none()) {
+    } else if let Some(path) = spec.rootfs.as_ref().filter(|_| block.nbd.is_none()) {
         disks.push((ROOTFS, open_file(ROOTFS, path)?));
     }
     if let Some(path) = &spec.overlay {
@@ -290,6 +297,27 @@ async fn open_all(
         ));
     }
     Ok(disks)
+}
+
+/// The object, in the version that the template was made of.
+async fn open_remote(rootfs: &RemoteRootfs) -> Result<Arc<dyn Backend>, DisksError> {
+    let open = |why| DisksError::Open { disk: ROOTFS, why };
+    let (url, wanted) = (&rootfs.disk.url, &rootfs.disk);
+    let cache = ChunkCache::open(&rootfs.cache, rootfs.cache_mib << 20);
+    let cache = cache.map_err(|e| open(format!("cache {}: {e}", rootfs.cache.display())))?;
+    let (pool, limit) = (Pool::new("the cache", THREADS), Limit::within(REMOTE_PATIENCE));
+    let disk = RemoteBackend::open(url, RemoteOptions::default(), Some(Arc::new(cache)), pool, &limit);
+    let disk = disk.await.map_err(|e| open(e.to_string()))?;
+    let Version { size, mark } = disk.version();
+    if (size, &mark) != (wanted.bytes, &wanted.mark) {
+        let why = format!(
+            "{url} is no longer what the template was made of: it had {} bytes and was {}, and has {size} and is {mark}; \
+             make the template again",
+            wanted.bytes, wanted.mark
+        );
+        return Err(open(why));
+    }
+    Ok(Arc::new(disk))
 }
 
 fn open_file(disk: &'static str, path: &std::path::Path) -> Result<Arc<dyn Backend>, DisksError> {

@@ -2,6 +2,7 @@
 //! gets through, and the CPU time it takes each server. The servers take turns within each round, so that the machine's
 //! other load hits all alike.
 
+mod remote;
 mod servers;
 
 use std::collections::BTreeMap;
@@ -84,6 +85,9 @@ pub(crate) fn run(args: &Args, stop: &Stop) -> Result<bool> {
     let idle = servers::idle(&binary, &file, dir.path())?;
     let target = Some(Target::AtMost(1.0));
     table.set("memory of an idle server and disk, MiB", Unit::Times, target, args.depths[0], Some(idle));
+    if remote::NAME.contains(&args.only) {
+        remote::measure(&binary, &file, dir.path(), &mut table, args.depths[0], stop)?;
+    }
     let mut raw = vec![];
     let measured = measure_all(args, &binary, &file, dir.path(), &mut table, &mut raw, stop);
     // What was measured before an error is worth as much.

@@ -10,7 +10,10 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use hearth_vmm::block::nbd::{Export, Limits, Server};
-use hearth_vmm::block::{Backend, FileBackend, Limit, Overlay, OverlayError, Pool, diff};
+use hearth_vmm::block::{
+    Backend, ChunkCache, FileBackend, LEAST_CACHE, Limit, Overlay, OverlayError, Pool, RemoteBackend,
+    RemoteOptions, diff,
+};
 use serde_json::json;
 use tokio::io::{BufReader, BufWriter};
 use tokio_util::sync::CancellationToken;
@@ -24,6 +27,7 @@ const SERVE_EXAMPLES: &str = "\
 Examples:
   hearth block serve --file disk.img --socket /run/disk.sock
   hearth block serve --base rootfs.ext4 --overlay disk.overlay --socket /run/disk.sock --read-only
+  hearth block serve --url s3://images/rootfs.ext4 --cache /var/cache/chunks --socket /run/disk.sock
   nbdinfo 'nbd+unix:///?socket=/run/disk.sock'
   qemu-nbd -r -c /dev/nbd0 'nbd+unix:///?socket=/run/disk.sock'";
 
@@ -70,12 +74,25 @@ pub(super) enum BlockCommand {
 /// A base, and the file with what differs.
 #[derive(Debug, Args)]
 pub(super) struct OverlayArgs {
-    /// Image that is never written
-    #[arg(long, value_name = "IMAGE")]
+    /// Image that is never written, or the URL of one
+    #[arg(long, value_name = "IMAGE|URL")]
     base: PathBuf,
     /// File with what differs from it
     #[arg(long, value_name = "FILE")]
     overlay: PathBuf,
+    #[command(flatten)]
+    cache: CacheArgs,
+}
+
+/// Where chunks of remote objects are kept.
+#[derive(Debug, Clone, Args)]
+pub(super) struct CacheArgs {
+    /// Keep what was fetched here, for all who name this directory; without it a few chunks are kept in memory
+    #[arg(long, value_name = "DIR")]
+    cache: Option<PathBuf>,
+    /// Size of it, MiB
+    #[arg(long, value_name = "N", default_value_t = 1024, requires = "cache", value_parser = clap::value_parser!(u64).range(LEAST_CACHE >> 20..=1 << 30))]
+    cache_mib: u64,
 }
 
 /// Arguments of `hearth block serve`.
@@ -95,10 +112,13 @@ pub(super) struct ServeArgs {
 #[derive(Debug, Args)]
 pub(super) struct DiskArgs {
     /// A plain image or block device
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["base", "overlay"], required_unless_present = "base")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["base", "overlay", "url"], required_unless_present_any = ["base", "url"])]
     file: Option<PathBuf>,
-    /// Image that is never written, below an overlay
-    #[arg(long, value_name = "IMAGE", requires = "overlay")]
+    /// An object of a store, read only: s3, gs, az, http, https or file
+    #[arg(long, value_name = "URL", conflicts_with_all = ["base", "overlay"])]
+    url: Option<String>,
+    /// Image that is never written, or the URL of one, below an overlay
+    #[arg(long, value_name = "IMAGE|URL", requires = "overlay")]
     base: Option<PathBuf>,
     /// File with what differs from the base; made if it is not there
     #[arg(long, value_name = "FILE", requires = "base")]
@@ -106,17 +126,21 @@ pub(super) struct DiskArgs {
     /// Let nobody write
     #[arg(long)]
     read_only: bool,
+    #[command(flatten)]
+    cache: CacheArgs,
 }
 
 impl DiskArgs {
     async fn open(self) -> Result<Arc<dyn Backend>, CliError> {
-        match (self.file, self.base, self.overlay) {
+        match (self.file, self.url, self.base, self.overlay) {
             (Some(file), ..) => Ok(open_file(&file, self.read_only)?),
-            (None, Some(base), Some(overlay)) => {
+            (None, Some(url), ..) => Ok(open_url(&url, &self.cache).await?),
+            (None, None, Some(base), Some(overlay)) => {
                 let make = !self.read_only && !overlay.exists();
-                Ok(open_overlay(&OverlayArgs { base, overlay }, self.read_only, make).await?)
+                let disk = OverlayArgs { base, overlay, cache: self.cache };
+                Ok(open_overlay(&disk, self.read_only, make).await?)
             }
-            _ => Err(CliError::usage("no disk", "give --file, or --base and --overlay")),
+            _ => Err(CliError::usage("no disk", "give --file, --url, or --base and --overlay")),
         }
     }
 }
@@ -166,8 +190,33 @@ fn open_file(path: &Path, read_only: bool) -> Result<Arc<FileBackend>, CliError>
         .map_err(|e| CliError::failed(format!("cannot open {name}"), e.to_string()))
 }
 
+async fn open_url(url: &str, cache: &CacheArgs) -> Result<Arc<RemoteBackend>, CliError> {
+    let chunks = match &cache.cache {
+        None => None,
+        Some(dir) => {
+            let opened = ChunkCache::open(dir, cache.cache_mib << 20);
+            let fail =
+                |e: std::io::Error| CliError::failed(format!("cannot use {}", dir.display()), e.to_string());
+            Some(Arc::new(opened.map_err(fail)?))
+        }
+    };
+    let (pool, limit) = (Pool::new("the cache", THREADS), Limit::within(PATIENCE));
+    RemoteBackend::open(url, RemoteOptions::default(), chunks, pool, &limit)
+        .await
+        .map(Arc::new)
+        .map_err(|e| CliError::failed("cannot open the disk", e.to_string()))
+}
+
+/// A base that is not on this host.
+fn as_url(base: &Path) -> Option<&str> {
+    base.to_str().filter(|text| text.contains("://"))
+}
+
 async fn open_overlay(disk: &OverlayArgs, read_only: bool, make: bool) -> Result<Arc<Overlay>, CliError> {
-    let base = open_file(&disk.base, true)?;
+    let base: Arc<dyn Backend> = match as_url(&disk.base) {
+        Some(url) => open_url(url, &disk.cache).await?,
+        None => open_file(&disk.base, true)?,
+    };
     let pool = Pool::new(&disk.overlay.display().to_string(), THREADS);
     let limit = Limit::within(PATIENCE);
     let opened = if make {

@@ -5,14 +5,18 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
+use bytes::BytesMut;
 use clap::{ArgGroup, Args, Subcommand};
+use hearth_core::block::RemoteDisk;
 use hearth_core::id::{KernelName, TemplateName};
 use hearth_core::image::{Kernel, Template};
 use hearth_node::images::template::{Options, Source, TarInput};
 use hearth_node::images::{
     ErrorClass, ImageError, Job, Listing, Store, kernel as kernels, template as templates,
 };
+use hearth_vmm::block::{Backend as _, Limit, Pool, RemoteBackend, RemoteOptions, Version};
 use serde_json::{Value, json};
 
 use super::Context;
@@ -25,15 +29,23 @@ use super::signals::{self, Signals};
 use super::stdio::StoppableStdin;
 use super::view;
 
+/// Time to find a remote image.
+const LOOK: Duration = Duration::from_secs(60);
+/// Bytes up to the end of an ext4's first superblock.
+const EXT4_HEAD: usize = 2048;
+/// Where its magic number is, and what.
+const EXT4_MAGIC: (usize, [u8; 2]) = (1024 + 0x38, [0x53, 0xef]);
+
 /// `hearth template …`
 #[derive(Debug, Subcommand)]
 pub(super) enum TemplateCommand {
-    /// Make a template from a directory, a tar, an image, a Debian suite, or a kernel alone
+    /// Make a template from a directory, a tar, an image, a remote image, a Debian suite, or a kernel alone
     #[command(after_help = "\
 Examples:
   hearth template create base --debian bookworm --include python3,curl
   docker export web | hearth template create web --tar -
   hearth template create box --dir /srv/rootfs --kernel debian
+  hearth template create far --remote s3://images/rootfs.ext4
   hearth template create flat --kernel-only --kernel tiny")]
     Create(Box<TemplateArgs>),
     /// List templates
@@ -55,7 +67,7 @@ Examples:
 
 /// Arguments of `hearth template create`.
 #[derive(Debug, Args)]
-#[command(group = ArgGroup::new("source").required(true).args(["dir", "tar", "image", "debian", "kernel_only"]))]
+#[command(group = ArgGroup::new("source").required(true).args(["dir", "tar", "image", "remote", "debian", "kernel_only"]))]
 pub(super) struct TemplateArgs {
     /// Name of the new template
     name: TemplateName,
@@ -68,12 +80,15 @@ pub(super) struct TemplateArgs {
     /// From an ext4 image
     #[arg(long, value_name = "FILE")]
     image: Option<PathBuf>,
+    /// From an ext4 image in a store, which stays there and is read as it is needed: s3, gs, az, http, https or file
+    #[arg(long, value_name = "URL")]
+    remote: Option<String>,
     /// From a Debian or Ubuntu suite, through mmdebstrap
     #[arg(long, value_name = "SUITE")]
     debian: Option<String>,
     /// More packages, for --debian
     #[arg(long, value_name = "PKG,…", value_delimiter = ',')]
-    #[arg(requires = "debian", conflicts_with_all = ["dir", "tar", "image", "kernel_only"])]
+    #[arg(requires = "debian", conflicts_with_all = ["dir", "tar", "image", "remote", "kernel_only"])]
     include: Vec<String>,
     /// No root disk: the kernel runs alone
     #[arg(long)]
@@ -189,7 +204,10 @@ async fn create(args: TemplateArgs, context: &Context) -> Result<u8, CliError> {
     let what = format!("cannot create template {:?}", args.name.as_str());
     let state = args.state.load()?.config.state_dir;
     let stop = Arc::new(AtomicBool::new(false));
-    let source = source(&args, &stop);
+    let source = match &args.remote {
+        Some(url) => Source::Remote(look(url, &what).await?),
+        None => source(&args, &stop),
+    };
     let options = Options { kernel: args.kernel, force: args.force, size_mib: args.size };
     let made = work_until(context, &what, stop, move |job| {
         templates::create(&Store::open(&state)?, &args.name, source, &options, job)
@@ -221,6 +239,26 @@ fn source(args: &TemplateArgs, stop: &Arc<AtomicBool>) -> Source<'static> {
     } else {
         Source::KernelOnly
     }
+}
+
+/// Finds an object of a store and notes its version.
+async fn look(url: &str, what: &str) -> Result<RemoteDisk, CliError> {
+    let failed = |why: String| CliError::failed(what.to_owned(), why);
+    let limit = Limit::within(LOOK);
+    let pool = Pool::new("the cache", 1);
+    let disk = RemoteBackend::open(url, RemoteOptions::default(), None, pool, &limit);
+    let disk = disk.await.map_err(|e| failed(e.to_string()))?;
+    let Version { size, mark } = disk.version();
+    let head = if size < EXT4_HEAD as u64 {
+        BytesMut::new()
+    } else {
+        disk.read_at(0, EXT4_HEAD, BytesMut::new(), &limit).await.map_err(|e| failed(e.to_string()))?
+    };
+    disk.close(Duration::ZERO).await;
+    if head.get(EXT4_MAGIC.0..EXT4_MAGIC.0 + 2) != Some(&EXT4_MAGIC.1) {
+        return Err(CliError::usage(what.to_owned(), format!("{url} is no ext4 image")));
+    }
+    Ok(RemoteDisk { url: url.to_owned(), bytes: size, mark })
 }
 
 async fn work<T: Send + 'static>(

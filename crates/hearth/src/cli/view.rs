@@ -61,6 +61,9 @@ fn disks(stats: &str) -> Value {
         if disk.limited > 0 {
             object["limited"] = json!({ "requests": disk.limited, "ms": disk.limited_micros / 1000 });
         }
+        if let Some(remote) = &disk.remote {
+            object["remote"] = json!(remote);
+        }
         for (word, op) in disk.operations() {
             if op.requests + op.cancelled > 0 {
                 object[word] = json!({

@@ -3,7 +3,7 @@
 
 use super::value::{ConfigValue, Given};
 use super::{
-    BackupConfig, EventsConfig, ExitsConfig, LogConfig, LogFormat, NetworkConfig, ReclaimConfig,
+    BackupConfig, BlockConfig, EventsConfig, ExitsConfig, LogConfig, LogFormat, NetworkConfig, ReclaimConfig,
     ReconcileConfig, ShutdownConfig, StatsConfig,
 };
 use super::{Config, FirecrackerDisk, ReclaimMode, ReconcileAction, ShutdownMode, VmmChoice};
@@ -104,6 +104,7 @@ pub(crate) static KEYS: &[Key] = &[
         nbd_devices,
         "Most devices that such disks take; 0: all that the kernel has"
     ),
+    key!("block.cache_mib", "N", block.cache_mib, "Size of the cache of remote disks, MiB"),
     key!("reclaim.mode", "MODE", reclaim.mode, "background, blocking or off: when leftovers are released"),
     key!("reclaim.parallelism", "N", reclaim.parallelism, "Releases at once of what is no slot"),
     key!(
@@ -232,6 +233,7 @@ impl Default for Config {
             disk: Default::default(),
             firecracker_disk: FirecrackerDisk::Auto,
             nbd_devices: 0,
+            block: BlockConfig { cache_mib: 4096 },
             reclaim: ReclaimConfig {
                 mode: ReclaimMode::Background,
                 parallelism: 16,

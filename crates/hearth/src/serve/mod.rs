@@ -358,6 +358,7 @@ fn engine_config(config: &Config, boot_id: &str, log: LogLines) -> anyhow::Resul
             crate::config::FirecrackerDisk::Nbd => FirecrackerDisk::Nbd,
         },
         nbd_devices: config.nbd_devices,
+        chunk_cache_mib: config.block.cache_mib,
         shim_program: std::env::current_exe().context("the path of this binary")?,
         guest_program: vmms::guest_program(config),
         vmms: vmms::find(config),

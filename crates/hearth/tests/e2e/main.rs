@@ -30,10 +30,14 @@ mod planted;
 mod probe;
 mod reclaim;
 mod reconcile;
+mod remote;
 mod restart;
 mod running;
 mod stats;
 mod status;
+#[allow(dead_code, reason = "the block server's tests use the rest of it")]
+#[path = "../../../vmm/tests/block/store.rs"]
+mod store;
 mod supervisor;
 mod takeover;
 mod telemetry;

@@ -33,3 +33,6 @@ pub use error::{ErrorClass, ImageError};
 pub use guest_program::GuestProgram;
 pub use job::{Job, Progress};
 pub use store::{Listing, Store};
+
+/// Directory of the state directory with the cached chunks of remote disks. Shims fill it.
+pub const CHUNKS: &str = "chunks";

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use hearth_core::block::RemoteDisk;
 use hearth_core::id::{KernelName, TemplateName};
 use hearth_core::image::{Kernel, Template};
 
@@ -35,6 +36,8 @@ pub enum Source<'a> {
     },
     /// An ext4 image, copied.
     Image(PathBuf),
+    /// An object of a store, which stays there; whoever names it has looked at it.
+    Remote(RemoteDisk),
     /// No root disk: the kernel runs alone.
     KernelOnly,
 }
@@ -47,6 +50,7 @@ impl Source<'_> {
             Source::Debian { suite, include } if include.is_empty() => format!("debian {suite}"),
             Source::Debian { suite, include } => format!("debian {suite} with {}", include.join(", ")),
             Source::Image(path) => format!("image {}", path.display()),
+            Source::Remote(disk) => disk.url.clone(),
             Source::KernelOnly => "kernel only".into(),
         }
     }
@@ -88,15 +92,20 @@ pub fn create(
         // Held to the end: the kernel is not removed before the template that names it is in place.
         let _kernel = claim(store, What::Kernel, kernel.as_str(), Claim::Use)?;
         let words = source.words();
+        let remote = match &source {
+            Source::Remote(disk) => Some(disk.clone()),
+            _ => None,
+        };
         let new = work.dir().join("new");
         std::fs::create_dir(&new).map_err(io("create", &new))?;
         let rootfs_bytes = build(store, source, options, work, &new, job)?;
         let template = Template {
-            schema: Template::SCHEMA,
+            schema: if remote.is_some() { Template::SCHEMA } else { 1 },
             name: name.clone(),
             kernel,
             rootfs: rootfs_bytes.is_some(),
             rootfs_bytes: rootfs_bytes.unwrap_or(0),
+            remote,
             source: words,
             created_at_ms: now_ms(),
         };
@@ -123,6 +132,11 @@ fn build(
     let image = ext4::rootfs(new);
     let tree = match source {
         Source::KernelOnly => return Ok(None),
+        Source::Remote(_) if options.size_mib.is_some() => {
+            let why = "a remote root disk keeps its size; resize it with resize2fs first".into();
+            return Err(ImageError::Option { field: "size", why });
+        }
+        Source::Remote(disk) => return Ok(Some(disk.bytes)),
         Source::Image(path) => {
             let bytes = ext4::check(&path)?;
             let need = on_disk(&path, bytes);

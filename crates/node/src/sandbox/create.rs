@@ -23,6 +23,8 @@ use crate::trace;
 /// How long a shim may take from start to its first answer.
 const SHIM_START: Duration = Duration::from_secs(20);
 /// Work on images that is never stopped half-way.
+/// Of shims.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 static GO_ON: AtomicBool = AtomicBool::new(false);
 /// File name of a writable disk that the VMM opens itself, in a sandbox's state directory.
 const DISK_FILE: &str = "disk.ext4";
@@ -139,10 +141,15 @@ impl<H: Host> Sandbox<H> {
         let shown = path.display().to_string();
         blocking(move || std::fs::write(&path, text)).await.map_err(|e| format!("{shown}: {e}"))?;
         let config = &self.context.config;
+        let mut env = vec![("PATH".into(), PATH.into())];
+        if self.remote().is_some() {
+            // What reads the object has the credentials; its VMM is given none of this.
+            env.extend(store_credentials());
+        }
         let spawn = SpawnSpec {
             program: config.shim_program.clone(),
             args: vec!["shim".into(), "--dir".into(), self.run_dir.display().to_string()],
-            env: vec![("PATH".into(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".into())],
+            env,
             cgroup: self.record.id.to_string(),
             log: self.run_dir.join(SHIM_LOG),
         };
@@ -199,6 +206,11 @@ impl<H: Host> Sandbox<H> {
                 .then(|| state_dir.join(if self.served() { block::OVERLAY_FILE } else { DISK_FILE })),
             block: self.served().then(|| block::BlockSpec {
                 base: state_dir.join(block::BASE_FILE),
+                rootfs: self.remote().map(|disk| block::RemoteRootfs {
+                    disk: disk.clone(),
+                    cache: config.store_dir.join(images::CHUNKS),
+                    cache_mib: config.chunk_cache_mib,
+                }),
                 rate: record.spec.disk_rate,
                 failpoints: config.failpoints.only(|place| matches!(place, Place::Block(_))).to_string(),
                 nbd: record.resources.iter().find_map(|r| match r {
@@ -223,6 +235,11 @@ impl<H: Host> Sandbox<H> {
 
     fn has_rootfs(&self) -> bool {
         self.template.as_ref().is_some_and(|t| t.rootfs)
+    }
+
+    /// Its root disk, if that is no file of this node.
+    fn remote(&self) -> Option<&block::RemoteDisk> {
+        self.template.as_ref().and_then(|t| t.remote.as_ref())
     }
 
     /// Whether its writable disk goes through the shim's block server.
@@ -252,7 +269,8 @@ impl<H: Host> Sandbox<H> {
                             chain(&e)
                         )
                     })?;
-            let rootfs = Some(images::template::rootfs_path(&store, &template.name));
+            let here = template.remote.is_none();
+            let rootfs = here.then(|| images::template::rootfs_path(&store, &template.name));
             Ok(BootFiles { kernel, initramfs: Some(initramfs), rootfs })
         })
         .await
@@ -269,6 +287,13 @@ impl<H: Host> Sandbox<H> {
             () = self.cancel.cancelled() => Err(CreateError::Cancelled),
         }
     }
+}
+
+/// What of the daemon's environment says how stores are reached.
+fn store_credentials() -> impl Iterator<Item = (String, String)> {
+    std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .filter(|(name, _)| ["AWS_", "AZURE_", "GOOGLE_"].iter().any(|prefix| name.starts_with(prefix)))
 }
 
 /// Makes a sandbox's writable disk, or if the disk is `served` its base, above which the shim makes the rest. It could never be

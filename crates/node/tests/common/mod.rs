@@ -137,6 +137,7 @@ impl Bench {
             disk_rate: Default::default(),
             firecracker_disk: self.disk,
             nbd_devices: self.nbd_devices,
+            chunk_cache_mib: 64,
             console_cap_bytes: 4096,
             journal: None,
             stats_interval: Duration::ZERO,
@@ -202,6 +203,7 @@ fn write_template(state: &Path, name: &str, rootfs: bool) {
         created_at_ms: 1,
     };
     let t = Template {
+        remote: None,
         schema: Template::SCHEMA,
         name: name.parse().unwrap(),
         kernel: "k".parse().unwrap(),

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures::future::BoxFuture;
+use hearth_core::block::RemoteStats;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -197,6 +198,11 @@ pub trait Backend: Send + Sync + 'static {
     /// Waits up to `within` for all that the kernel still works on, and says how many requests it did not give back: they
     /// keep what they hold, for good, rather than have it freed under them. Calls after it fail.
     fn close(&self, within: Duration) -> BoxFuture<'_, usize>;
+
+    /// What was counted of the object of a store that it is or lies above.
+    fn remote_stats(&self) -> Option<RemoteStats> {
+        None
+    }
 }
 
 /// Checks that a range lies within a disk.

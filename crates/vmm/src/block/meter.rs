@@ -84,6 +84,7 @@ impl Meter {
             flush: of(Operation::Flush),
             discard: of(Operation::Discard),
             zeroes: of(Operation::Zeroes),
+            remote: None,
         }
     }
 }

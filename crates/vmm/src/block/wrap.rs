@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures::future::BoxFuture;
+use hearth_core::block::RemoteStats;
 
 use super::backend::{Answer, Backend, BlockError, Extent, Limit, Zeroes};
 
@@ -97,5 +98,9 @@ impl<A: Around> Backend for Wrapped<A> {
 
     fn close(&self, within: Duration) -> BoxFuture<'_, usize> {
         self.disk.close(within)
+    }
+
+    fn remote_stats(&self) -> Option<RemoteStats> {
+        self.disk.remote_stats()
     }
 }

@@ -68,7 +68,8 @@ pub(super) fn build(spec: &ShimSpec, accelerator: Accelerator, tsc_khz: Option<u
         args.pair("-device", format!("virtserialport,chardev=agent,name={SERIAL_PORT}"));
     }
     let mut served = (AGENT_FD + u32::from(spec.agent)..).take(if spec.block.is_some() { 2 } else { 0 });
-    if let Some(path) = &spec.rootfs {
+    let remote = spec.block.as_ref().and_then(|block| block.rootfs.as_ref());
+    if let Some(path) = spec.rootfs.as_deref().or(remote.map(|rootfs| Path::new(&rootfs.disk.url))) {
         args.disk(ROOTFS, path, served.next(), "read-only=on");
     }
     if let (Some(path), Some(_)) = (&spec.overlay, &spec.block) {
@@ -180,6 +181,7 @@ mod tests {
     #[test]
     fn served_disks_are_the_descriptors_after_the_agents() {
         let block = Some(BlockSpec {
+            rootfs: None,
             base: "/s/disk.base".into(),
             rate: DiskRate::default(),
             failpoints: String::new(),

@@ -15,5 +15,8 @@ mod clients;
 mod fuse;
 mod overlay_properties;
 mod parser;
+mod remote;
+mod remote_clients;
 mod served;
+mod store;
 mod stuck;

@@ -43,12 +43,10 @@ pub(super) struct Server {
 impl Server {
     pub(super) fn start(kind: Kind, binary: &Path, file: &Path, dir: &Path) -> Result<Self> {
         let socket = dir.join(format!("{}.sock", kind.name()));
-        let mut command = match kind {
-            Kind::Hearth => {
-                let mut command = Command::new(binary);
-                command.args(["block", "serve", "--socket"]).arg(&socket).arg("--file").arg(file);
-                command
-            }
+        let command = match kind {
+            Kind::Hearth => ours(binary, &socket, |command| {
+                command.arg("--file").arg(file);
+            }),
             Kind::QemuNbd => {
                 let mut command = Command::new("qemu-nbd");
                 command.args(["-f", "raw", "-t", "-e", "8", "-k"]).arg(&socket).arg(file);
@@ -60,6 +58,19 @@ impl Server {
                 command
             }
         };
+        Self::spawn(kind, command, socket)
+    }
+
+    /// Ours, with an object of a store and a cache of its own.
+    pub(super) fn remote(binary: &Path, url: &str, dir: &Path) -> Result<Self> {
+        let socket = dir.join("remote.sock");
+        let command = ours(binary, &socket, |command| {
+            command.args(["--url", url, "--cache-mib", "1024", "--cache"]).arg(dir.join("cache"));
+        });
+        Self::spawn(Kind::Hearth, command, socket)
+    }
+
+    fn spawn(kind: Kind, mut command: Command, socket: PathBuf) -> Result<Self> {
         // The others complain of the connection that only asks whether they are there.
         let errors = if kind == Kind::Hearth { Stdio::inherit() } else { Stdio::null() };
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
@@ -120,6 +131,13 @@ impl Server {
             _ => Ok(()),
         }
     }
+}
+
+fn ours(binary: &Path, socket: &Path, disk: impl FnOnce(&mut Command)) -> Command {
+    let mut command = Command::new(binary);
+    command.args(["block", "serve", "--socket"]).arg(socket);
+    disk(&mut command);
+    command
 }
 
 /// The memory, in MiB, of our server with a disk and a client that asks nothing: all of the process that no other process

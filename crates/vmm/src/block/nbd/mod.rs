@@ -110,7 +110,7 @@ impl Export {
     /// What was counted of it.
     #[must_use]
     pub fn stats(&self) -> DiskStats {
-        self.meter.stats(&self.name)
+        DiskStats { remote: self.backend.remote_stats(), ..self.meter.stats(&self.name) }
     }
 
     /// The disk.

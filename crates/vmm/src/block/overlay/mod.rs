@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures::future::{BoxFuture, try_join_all};
+use hearth_core::block::RemoteStats;
 
 use super::backend::{
     Answer, Backend, BlockError, Extent, ExtentKind, Limit, Zeroes, check_range, push_extent,
@@ -362,5 +363,9 @@ impl Backend for Overlay {
             let (cow, base) = tokio::join!(self.cow.close(within), self.base.close(within));
             cow + base
         })
+    }
+
+    fn remote_stats(&self) -> Option<RemoteStats> {
+        self.base.remote_stats()
     }
 }
