@@ -153,7 +153,13 @@ async fn a_disk_that_cannot_be_a_device_ends_the_boot_with_the_reason_and_leaves
     let base = place.dir.path().join("base");
     std::fs::File::create(&base).unwrap().set_len(16 << 20).unwrap();
     // Beyond any that a kernel has by itself.
-    let block = BlockSpec { base, rate: Default::default(), failpoints: String::new(), nbd: Some(4_000) };
+    let block = BlockSpec {
+        base,
+        rootfs: None,
+        rate: Default::default(),
+        failpoints: String::new(),
+        nbd: Some(4_000),
+    };
     let overlay = place.dir.path().join("overlay");
     let spec = place.spec(VmmKind::Process, std::path::Path::new("/bin/true"));
     let running = Running::new(ShimSpec { overlay: Some(overlay.clone()), block: Some(block), ..spec });
