@@ -29,9 +29,10 @@ pub struct Template {
 }
 
 impl Template {
-    /// Newest version that this build knows. It is written for remote root disks only: a build before them understands all
-    /// others.
+    /// Newest version that this build knows; written for a remote root disk.
     pub const SCHEMA: u32 = 2;
+    /// Version written for all others, so that a build that does not know of remote ones understands them.
+    pub const SCHEMA_LOCAL: u32 = 1;
     /// Metadata file name.
     pub const FILE: &str = "template.json";
     /// Root disk file name.

@@ -51,7 +51,10 @@ pub(crate) fn run(dir: &Path) -> anyhow::Result<ExitCode> {
     let _span = tracing::info_span!("shim", sandbox = %spec.id).entered();
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
-    runtime.block_on(serve(dir, spec))?;
+    let served = runtime.block_on(serve(dir, spec));
+    // What a store's file system or a name server still keeps must not keep us: nobody waits for its answer.
+    runtime.shutdown_timeout(LINGER);
+    served?;
     Ok(ExitCode::SUCCESS)
 }
 

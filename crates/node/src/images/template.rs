@@ -100,7 +100,7 @@ pub fn create(
         std::fs::create_dir(&new).map_err(io("create", &new))?;
         let rootfs_bytes = build(store, source, options, work, &new, job)?;
         let template = Template {
-            schema: if remote.is_some() { Template::SCHEMA } else { 1 },
+            schema: if remote.is_some() { Template::SCHEMA } else { Template::SCHEMA_LOCAL },
             name: name.clone(),
             kernel,
             rootfs: rootfs_bytes.is_some(),

@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 
+use hearth_core::block::RemoteDisk;
 use hearth_core::image::Template;
 use hearth_node::images::template::{Options, Source, TarInput};
 use hearth_node::images::{ErrorClass, disk, template};
@@ -94,13 +95,29 @@ fn a_directory_becomes_a_small_image() {
 }
 
 #[test]
+fn a_remote_root_disk_stays_where_it_is() {
+    let bench = Bench::new();
+    let disk = RemoteDisk { url: "http://h/d".into(), bytes: 1 << 30, mark: "\"v1\"".into() };
+    let made = bench.create("far", Source::Remote(disk.clone())).unwrap();
+    assert!(made.rootfs && made.rootfs_bytes == 1 << 30 && !bench.rootfs("far").exists());
+    assert_eq!(
+        (made.schema, &made.remote, &*made.source),
+        (Template::SCHEMA, &Some(disk.clone()), "http://h/d")
+    );
+    assert_eq!(template::get(&bench.store, &made.name).unwrap(), made);
+    let wide = Options { size_mib: Some(64), ..Options::default() };
+    let err = bench.create_with("wide", Source::Remote(disk), &wide).unwrap_err();
+    assert!(err.to_string().contains("resize2fs"), "{err}");
+}
+
+#[test]
 fn a_kernel_alone_is_a_template() {
     let bench = Bench::new();
     let made = bench.create("flat", Source::KernelOnly).unwrap();
     assert!(!made.rootfs && made.rootfs_bytes == 0 && made.kernel.as_str() == "default");
     assert_eq!(template::get(&bench.store, &made.name).unwrap(), made);
     assert!(!bench.rootfs("flat").exists());
-    assert_eq!(Template::SCHEMA, made.schema);
+    assert_eq!(Template::SCHEMA_LOCAL, made.schema);
     let mut other = Options { kernel: Some("nope".parse().unwrap()), ..Options::default() };
     let err = bench.create_with("x", Source::KernelOnly, &other).unwrap_err();
     assert_eq!(err.class(), ErrorClass::NotFound);
