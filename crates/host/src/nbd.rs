@@ -31,6 +31,8 @@ pub use index::{Limits, Seen, indexes, limits, look, path};
 
 /// Between two looks at a device that is on its way out.
 const LOOK: Duration = Duration::from_millis(10);
+/// A device that is connected for so long and has no name is somebody else's.
+const NAMELESS: Duration = Duration::from_secs(1);
 /// Added to the time a backend takes at most: the answer has to come through the socket as well.
 const MARGIN: Duration = Duration::from_secs(5);
 /// How long a device waits for another connection after its last one broke. None comes, and a request that was in flight then
@@ -166,10 +168,10 @@ pub fn connect(order: &Order, sockets: Vec<OwnedFd>, within: Duration) -> Outcom
         let answer = genl::Family::open().map(|mut family| family.connect(&request, &sockets));
         // The lock goes last: whoever looks into an outcome that is not known waits for this thread's end.
         drop(sockets);
-        (answer, rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs(), lock)
+        (answer, lock)
     });
     let unknown = |class, why: &str| Outcome::Unknown(error::plain("ensure", device, class, why));
-    let (answer, task, lock) = match worked {
+    let (answer, lock) = match worked {
         Ok(done) => done,
         Err(worker::Lost::Full) => {
             let why = format!("{} commands hang already; see `hearth doctor`", worker::MOST);
@@ -187,11 +189,12 @@ pub fn connect(order: &Order, sockets: Vec<OwnedFd>, within: Duration) -> Outcom
         Ok(Err(e)) => return Outcome::Unknown(netlink_error("ensure", device, "connect", e)),
         Ok(Ok(())) => {}
     }
-    let device = Device { task: Some(task), ..device.clone() };
     let seen = look(device.index);
     drop(lock);
     match seen {
-        Ok(seen) if seen.is_of(&device) => Outcome::Done(device),
+        // Quiet before, acknowledged, and nobody of ours came between: it is this one. The task's number is that of the first
+        // pid namespace, which need not be this one.
+        Ok(seen) if seen.is_of(device) => Outcome::Done(Device { task: seen.task, ..device.clone() }),
         Ok(seen) => unknown(ErrorClass::Failed, &format!("acknowledged, and then: {seen}")),
         Err(e) => Outcome::Unknown(error::os("ensure", device, "look at it", e)),
     }
@@ -246,6 +249,7 @@ pub fn release(device: &Device, server: &Server<'_>, within: Duration) -> Result
         }
     }
     let mut asked = false;
+    let mut nameless: Option<(u32, Instant)> = None;
     loop {
         // The module was unloaded, which no device in use survives.
         if !index::exists(device.index) {
@@ -254,6 +258,14 @@ pub fn release(device: &Device, server: &Server<'_>, within: Duration) -> Result
         let lock = Lock::take("release", device, deadline)?;
         let seen = look(device.index).map_err(|e| error::os("release", device, "look at it", e))?;
         if seen.is_anothers(device) {
+            return Ok(());
+        }
+        // Every device of ours has a name, but for a moment when it comes and when it goes.
+        nameless = seen.nameless().map(|task| match nameless {
+            Some((before, since)) if before == task => (task, since),
+            _ => (task, Instant::now()),
+        });
+        if nameless.is_some_and(|(_, since)| since.elapsed() >= NAMELESS) {
             return Ok(());
         }
         let Some(why) = seen.unquiet() else { return Ok(()) };

@@ -32,6 +32,10 @@ pub(crate) struct Nbds {
     most: u32,
     /// Nothing while there is no such client that can be used.
     inner: Mutex<Option<Inner>>,
+    /// What records name, until it can be looked at.
+    named: Mutex<BTreeMap<u32, SandboxId>>,
+    /// Looks at many go one after the other: what one sees must not be taken for old by what another sees.
+    looking: tokio::sync::Mutex<()>,
     /// Why there is none, as last seen.
     unusable: Mutex<String>,
 }
@@ -51,6 +55,8 @@ impl Inner {
             Ok(NbdSeen::Unquiet { owner: Some(owner), .. }) if self.owners.get(&index) != Some(owner) => {
                 Proof::Foreign
             }
+            // Never one of ours: those that name nobody too.
+            Ok(NbdSeen::Unquiet { .. }) if !self.owners.contains_key(&index) => Proof::Foreign,
             Ok(NbdSeen::Unquiet { .. }) | Err(_) => Proof::Unproven,
         }
     }
@@ -79,8 +85,14 @@ fn seen_of<H: Host>(host: &H, index: u32) -> Result<NbdSeen, String> {
 
 impl Nbds {
     pub(crate) fn new(config: &EngineConfig) -> Self {
-        let (inner, unusable) = (Mutex::default(), Mutex::default());
-        Self { mode: config.firecracker_disk, most: config.nbd_devices, inner, unusable }
+        Self {
+            mode: config.firecracker_disk,
+            most: config.nbd_devices,
+            inner: Mutex::default(),
+            named: Mutex::default(),
+            looking: tokio::sync::Mutex::default(),
+            unusable: Mutex::default(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Inner>> {
@@ -93,15 +105,28 @@ impl Nbds {
         if self.mode == FirecrackerDisk::File {
             return false;
         }
-        self.fill(host, BTreeMap::new()).await;
+        self.fill(host).await;
         self.mode == FirecrackerDisk::Nbd || self.lock().is_some()
     }
 
-    /// Looks at all indexes, once there is such a client that can be used. Those that a record names are its sandbox's,
-    /// whatever they look like.
-    pub(crate) async fn fill<H: Host>(&self, host: &Arc<H>, named: BTreeMap<u32, SandboxId>) {
+    /// Begins with what records name: those are their sandboxes', whatever they look like.
+    pub(crate) async fn begin<H: Host>(&self, host: &Arc<H>, named: BTreeMap<u32, SandboxId>) {
+        *self.named() = named;
+        self.fill(host).await;
+    }
+
+    fn named(&self) -> MutexGuard<'_, BTreeMap<u32, SandboxId>> {
+        self.named.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Looks at all indexes, once there is such a client that can be used.
+    async fn fill<H: Host>(&self, host: &Arc<H>) {
+        if self.lock().is_some() {
+            return;
+        }
+        let _looking = self.looking.lock().await;
         // Devices may be left of a time in which they were wanted.
-        if self.lock().is_some() || (self.mode == FirecrackerDisk::File && named.is_empty()) {
+        if self.lock().is_some() || (self.mode == FirecrackerDisk::File && self.named().is_empty()) {
             return;
         }
         let most = self.most;
@@ -120,15 +145,12 @@ impl Nbds {
             _ => Proof::Unproven,
         };
         let mut pool = NbdPool::new(limit, first);
-        let owners = named.into_iter().filter(|(index, _)| pool.hold(*index)).collect();
-        let counts = pool.counts();
-        let mut inner = self.lock();
-        // Two creations may have filled it at once; the first has handed out of its own by now.
-        if inner.is_none() {
-            let Counts { used, foreign, limit, .. } = counts;
-            tracing::info!(used, foreign, limit, "network block devices for the disks of Firecracker");
-            *inner = Some(Inner { pool, owners });
-        }
+        // Held to the end: a sandbox that goes meanwhile is forgotten here or there.
+        let mut named = self.named();
+        let owners = std::mem::take(&mut *named).into_iter().filter(|(index, _)| pool.hold(*index)).collect();
+        let Counts { used, foreign, limit, .. } = pool.counts();
+        tracing::info!(used, foreign, limit, "network block devices for the disks of Firecracker");
+        *self.lock() = Some(Inner { pool, owners });
     }
 
     /// Told when it is another reason than before.
@@ -205,6 +227,7 @@ impl Nbds {
 
     /// Takes back whatever a sandbox still has of which nothing is left, for the case that its record never said so.
     pub(crate) fn forget(&self, id: &SandboxId) {
+        self.named().retain(|_, owner| owner != id);
         let mut inner = self.lock();
         let Some(inner) = inner.as_mut() else { return };
         let theirs: Vec<u32> =
@@ -222,6 +245,7 @@ impl Nbds {
     }
 
     async fn look_again<H: Host>(&self, host: &Arc<H>) {
+        let _looking = self.looking.lock().await;
         let due = self.counts().map_or(0, |counts| (counts.quarantined + counts.foreign).min(AT_ONCE));
         for _ in 0..due {
             let suspect = self.lock().as_mut().and_then(|inner| inner.pool.suspect());

@@ -154,7 +154,7 @@ impl<H: Host> Engine<H> {
         on_host(&self.context.host, |host| host.ensure(&Resource::HostFirewall)).await?;
 
         let by_id: BTreeMap<_, _> = observed.into_iter().map(|o| (o.record.id.clone(), o.record)).collect();
-        self.context.nbds.fill(&self.context.host, devices(&plan, &by_id)).await;
+        self.context.nbds.begin(&self.context.host, devices(&plan, &by_id)).await;
         self.apply(&plan, by_id);
         let engine = Arc::clone(self);
         self.tasks.spawn(async move { engine.context.pool.fill(engine.stop.clone()).await });

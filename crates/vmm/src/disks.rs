@@ -225,7 +225,12 @@ impl Disks {
         if self.exports.is_empty() {
             return notes;
         }
-        if orderly {
+        // A device that was let go before the VMM ended has not all that its guest wrote, however well the VMM ended then.
+        if orderly && self.attached.as_ref().is_some_and(Attached::is_let_go) {
+            notes.push(format!(
+                "not all that the guest wrote was kept: {OVERLAY} was let go before the VMM ended"
+            ));
+        } else if orderly {
             // The VMM has said goodbye, and what it asked for before is still being done. Its last close of a device waited
             // for all of it.
             let ended = timeout(GOODBYE, async { while self.servers.join_next().await.is_some() {} });

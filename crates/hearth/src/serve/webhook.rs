@@ -2,7 +2,7 @@
 //! waits in memory and a restart loses nothing; what is not kept any more when its turn comes is told as missed.
 
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -74,6 +74,8 @@ struct Failure {
 struct Mood {
     now: Taken,
     wait: Duration,
+    /// Events that the address has not been told to have missed.
+    owed: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -129,9 +131,7 @@ impl Webhook {
     }
 
     async fn deliver_all(&self, events: Events) {
-        let cursor = self.cursor.clone();
-        let delivered = tokio::task::spawn_blocking(move || read_cursor(cursor.as_deref())).await;
-        let from = delivered.ok().flatten().map_or(From::Now, From::After);
+        let from = self.beginning(&events).await;
         let reader = match events.read(from).await {
             Ok(reader) => Ok(reader),
             Err(e) => {
@@ -142,7 +142,7 @@ impl Webhook {
         };
         let Ok(mut reader) = reader else { return };
         let mut told = false;
-        let mut mood = Mood { now: Taken::Yes, wait: *RETRY.start() };
+        let mut mood = Mood { now: Taken::Yes, wait: *RETRY.start(), owed: 0 };
         loop {
             let batch = match next_batch(&mut reader).await {
                 Ok(batch) => batch,
@@ -163,20 +163,45 @@ impl Webhook {
         }
     }
 
+    /// After what was delivered before; the first time with what comes from now on, which is noted, so that a restart before the
+    /// first delivery loses nothing.
+    async fn beginning(&self, events: &Events) -> From {
+        let cursor = self.cursor.clone();
+        let read = tokio::task::spawn_blocking(move || read_cursor(cursor.as_deref())).await;
+        match read.unwrap_or_else(|e| Err(io::Error::other(e))) {
+            Ok(Some(delivered)) => From::After(delivered),
+            Ok(None) => {
+                let last = events.counts().last;
+                self.note(last).await;
+                From::After(last)
+            }
+            Err(e) => {
+                tracing::warn!(
+                    "webhook: how far it was cannot be read, beginning with the oldest event: {e}"
+                );
+                From::Oldest
+            }
+        }
+    }
+
     /// Tries until these are taken, or refused for too long. Then each is tried alone: one that the address cannot
     /// swallow must not take others with it.
     async fn deliver(&self, batch: &Batch, mood: &mut Mood) {
         let mut dropped = 0;
-        if !self.insist(&batch.events, batch.missed, self.give_up, mood).await {
-            for (i, event) in batch.events.iter().enumerate() {
-                let missed = if i == 0 { batch.missed } else { 0 };
-                let taken = self.insist(std::slice::from_ref(event), missed, Duration::ZERO, mood).await;
+        mood.owed += batch.missed;
+        let mut taken = self.insist(&batch.events, self.give_up, mood).await;
+        if !taken {
+            for event in &batch.events {
+                mood.wait = *RETRY.start();
+                // Long enough for one more try: that one was refused may have had to do with when.
+                taken = self.insist(std::slice::from_ref(event), *RETRY.start(), mood).await;
                 dropped += u64::from(!taken);
+                mood.owed += u64::from(!taken);
             }
         }
         self.counts.delivered.fetch_add(batch.events.len() as u64 - dropped, Ordering::Relaxed);
         self.counts.dropped.fetch_add(dropped, Ordering::Relaxed);
-        if dropped == 0 {
+        if taken && dropped == 0 {
             mood.wait = *RETRY.start();
             if std::mem::replace(&mut mood.now, Taken::Yes) != Taken::Yes {
                 tracing::info!("webhook {}: events are taken again", self.uri);
@@ -192,7 +217,8 @@ impl Webhook {
     }
 
     /// Posts until these are taken; false if they were refused and nothing else for `patience`.
-    async fn insist(&self, events: &[Arc<Event>], missed: u64, patience: Duration, mood: &mut Mood) -> bool {
+    async fn insist(&self, events: &[Arc<Event>], patience: Duration, mood: &mut Mood) -> bool {
+        let missed = mood.owed;
         let events = events.iter().map(Arc::as_ref).collect();
         let body = match serde_json::to_vec(&Body { instance: &self.instance, missed, events }) {
             Ok(body) => Bytes::from(body),
@@ -215,6 +241,7 @@ impl Webhook {
             tokio::time::sleep(mood.wait).await;
             mood.wait = (mood.wait * 2).min(*RETRY.end());
         }
+        mood.owed = 0;
         true
     }
 
@@ -289,14 +316,22 @@ fn signature(secret: &[u8], seconds: u64, body: &[u8]) -> Result<String, String>
     Ok(format!("t={seconds},v1={hex}"))
 }
 
-fn read_cursor(path: Option<&Path>) -> Option<u64> {
-    let cursor: Cursor = serde_json::from_slice(&fs::read(path?).ok()?).ok()?;
-    Some(cursor.delivered)
+/// Nothing where none was noted.
+fn read_cursor(path: Option<&Path>) -> io::Result<Option<u64>> {
+    let Some(path) = path else { return Ok(None) };
+    match fs::read(path) {
+        Ok(text) => Ok(Some(serde_json::from_slice::<Cursor>(&text)?.delivered)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(e),
+    }
 }
 
 fn write_cursor(path: &Path, delivered: u64) -> io::Result<()> {
     let fresh = path.with_extension("json.new");
-    fs::write(&fresh, serde_json::to_vec(&Cursor { delivered })?)?;
+    let mut file = fs::File::create(&fresh)?;
+    file.write_all(&serde_json::to_vec(&Cursor { delivered })?)?;
+    // A crash of the host must not leave the new name on an empty file.
+    file.sync_data()?;
     fs::rename(&fresh, path)
 }
 

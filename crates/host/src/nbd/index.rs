@@ -46,6 +46,11 @@ impl Seen {
             && (device.task.is_none() || device.task == self.task)
     }
 
+    /// The task of a device that is connected without any name.
+    pub(super) fn nameless(&self) -> Option<u32> {
+        self.task.filter(|_| self.backend.is_none() && self.size > 0)
+    }
+
     /// Connected by somebody else.
     pub(super) fn is_anothers(&self, device: &Device) -> bool {
         // Without a backend while there is a pid it may be on its way out: not proven to be anybody's.
@@ -255,5 +260,9 @@ mod tests {
         assert!(seen(Some(7), other).is_anothers(&device(None)));
         assert!(!seen(Some(7), None).is_anothers(&device(None)));
         assert!(!seen(None, None).is_anothers(&device(None)));
+        let sized = |seen: Seen| Seen { size: 512, ..seen };
+        assert_eq!(sized(seen(Some(7), None)).nameless(), Some(7));
+        assert_eq!(sized(seen(Some(7), mine)).nameless(), None);
+        assert_eq!(seen(Some(7), None).nameless(), None);
     }
 }

@@ -22,9 +22,9 @@ use crate::trace;
 
 /// How long a shim may take from start to its first answer.
 const SHIM_START: Duration = Duration::from_secs(20);
-/// Work on images that is never stopped half-way.
 /// Of shims.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// Work on images that is never stopped half-way.
 static GO_ON: AtomicBool = AtomicBool::new(false);
 /// File name of a writable disk that the VMM opens itself, in a sandbox's state directory.
 const DISK_FILE: &str = "disk.ext4";
@@ -142,9 +142,9 @@ impl<H: Host> Sandbox<H> {
         blocking(move || std::fs::write(&path, text)).await.map_err(|e| format!("{shown}: {e}"))?;
         let config = &self.context.config;
         let mut env = vec![("PATH".into(), PATH.into())];
-        if self.remote().is_some() {
+        if let Some(disk) = self.remote() {
             // What reads the object has the credentials; its VMM is given none of this.
-            env.extend(store_credentials());
+            env.extend(store_access(&disk.url));
         }
         let spawn = SpawnSpec {
             program: config.shim_program.clone(),
@@ -289,11 +289,19 @@ impl<H: Host> Sandbox<H> {
     }
 }
 
-/// What of the daemon's environment says how stores are reached.
-fn store_credentials() -> impl Iterator<Item = (String, String)> {
-    std::env::vars_os()
-        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-        .filter(|(name, _)| ["AWS_", "AZURE_", "GOOGLE_"].iter().any(|prefix| name.starts_with(prefix)))
+/// What of the daemon's environment says how the store of this URL is reached: whom to trust, and the credentials for stores
+/// of its kind.
+fn store_access(url: &str) -> Vec<(String, String)> {
+    let names: &[&str] = match url.split_once("://").map_or("", |(scheme, _)| scheme) {
+        "http" | "file" => &[],
+        "s3" | "s3a" => &["SSL_CERT_", "AWS_"],
+        "gs" => &["SSL_CERT_", "GOOGLE_"],
+        "az" | "adl" | "azure" | "abfs" | "abfss" => &["SSL_CERT_", "AZURE_"],
+        // A store of any kind may have such an address.
+        _ => &["SSL_CERT_", "AWS_", "AZURE_", "GOOGLE_"],
+    };
+    let all = std::env::vars_os().filter_map(|(n, v)| Some((n.into_string().ok()?, v.into_string().ok()?)));
+    all.filter(|(name, _)| names.iter().any(|prefix| name.starts_with(prefix))).collect()
 }
 
 /// Makes a sandbox's writable disk, or if the disk is `served` its base, above which the shim makes the rest. It could never be

@@ -53,6 +53,12 @@ impl Limit {
         Self { hold: Some(hold), ..self.clone() }
     }
 
+    /// The same terms, but until `deadline` at the latest.
+    #[must_use]
+    pub fn no_later_than(&self, deadline: Instant) -> Self {
+        Self { deadline: self.deadline.min(deadline), ..self.clone() }
+    }
+
     /// What a system call on behalf of this call must keep until it has returned.
     #[must_use]
     pub fn hold(&self) -> Option<Hold> {

@@ -90,6 +90,11 @@ impl Attached {
         true
     }
 
+    /// Whether [`let_go`](Self::let_go) has begun.
+    pub(super) fn is_let_go(&self) -> bool {
+        self.socket.is_none()
+    }
+
     /// Waits until it is released: proven quiet.
     ///
     /// # Errors

@@ -4,12 +4,14 @@
 //! |---|---|
 //! | `<object>/<number>` | a chunk, whole: it came there by a rename |
 //! | `<object>/<number>.part` | one being fetched: whoever fetches it has the lock on it, and dead it has it no more |
-//! | `books` | bytes that all chunks take, at least |
+//! | `books` | bytes that all chunks take, at least; and which boot of the host they were counted in |
 //! | `evict` | its lock is for whoever makes room; shared, for whoever keeps a chunk: what is being kept is not overlooked |
 //!
-//! Bytes are put into the books before a chunk gets its name, so that a crash makes them too many, never too few; making
-//! room counts them anew. All calls may block: they are for threads of a pool.
+//! Bytes are put into the books before a chunk gets its name, so that a process that dies makes them too many, never too
+//! few; making room counts them anew, and so does the first to come after a boot of the host, whose crash may have lost
+//! them. What has no such name is not ours and stays. All calls may block: they are for threads of a pool.
 
+use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _, MetadataExt as _, OpenOptionsExt as _};
@@ -26,6 +28,12 @@ pub const LEAST_CACHE: u64 = 16 << 20;
 /// Locks are held for microseconds; whoever does not get one by then goes on without.
 const PATIENCE: Duration = Duration::from_millis(500);
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+/// Where it is in the books.
+const BOOT_AT: u64 = 8;
+/// Digits of an object's directory, and of a chunk's number.
+const OBJECT: usize = 32;
+const NUMBER: usize = 8;
 
 /// The directory.
 #[derive(Debug)]
@@ -58,17 +66,42 @@ impl ChunkCache {
     /// Takes a directory (made 0700 if it is not there), to be filled with up to so many bytes.
     ///
     /// # Errors
-    /// If it cannot be made or written, or is too small.
+    /// If it cannot be made or written, is too small, belongs to others, or has other things in it.
     pub fn open(directory: &Path, bytes: u64) -> io::Result<Self> {
         if bytes < LEAST_CACHE {
             let why = format!("a cache of {bytes} bytes is too small: give it at least {LEAST_CACHE}");
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
+        check_ours(directory)?;
         let cache = Self { directory: directory.to_owned(), bytes };
         cache.open_file("books")?;
         cache.open_file("evict")?;
+        cache.count_after_boot()?;
         Ok(cache)
+    }
+
+    /// Counts anew what another boot of the host has counted: of what it wrote last, any may be lost.
+    fn count_after_boot(&self) -> io::Result<()> {
+        let boot = fs::read(BOOT_ID)?;
+        let counted_now = || -> io::Result<bool> {
+            let mut counted_in = vec![0; boot.len()];
+            let got = self.open_file("books")?.read_at(&mut counted_in, BOOT_AT)?;
+            Ok(got == boot.len() && counted_in == boot)
+        };
+        if counted_now()? {
+            return Ok(());
+        }
+        let turn = self.open_file("evict")?;
+        // Whoever has it counts as well.
+        if !lock_soon(|| turn.try_lock())? || counted_now()? {
+            return Ok(());
+        }
+        let size = self.chunks()?.iter().map(|chunk| chunk.size).sum();
+        if self.change_books(|_| Some(size))? {
+            self.open_file("books")?.write_all_at(&boot, BOOT_AT)?;
+        }
+        Ok(())
     }
 
     fn open_file(&self, name: &str) -> io::Result<File> {
@@ -150,10 +183,14 @@ impl ChunkCache {
                 Err(TryLockError::Error(e)) => return Err(e),
             }
             // It may have got its name, or been removed, between our open and our lock.
-            if is_at(&file, &path)? && !to.exists() {
+            if !is_at(&file, &path)? {
+                continue;
+            }
+            if !to.exists() {
                 file.set_len(0)?;
                 return Ok(Claim::Ours(Part { file, path, to, number }));
             }
+            fs::remove_file(&path)?;
         }
         Err(io::Error::other(format!("{} keeps being replaced", path.display())))
     }
@@ -249,7 +286,7 @@ impl ChunkCache {
         let mut seen = vec![];
         for object in fs::read_dir(&self.directory)? {
             let object = object?;
-            if !object.file_type()?.is_dir() {
+            if !object.file_type()?.is_dir() || !is_hex(&object.file_name(), OBJECT) {
                 continue;
             }
             let before = seen.len();
@@ -257,10 +294,13 @@ impl ChunkCache {
                 let path = entry?.path();
                 // Gone meanwhile is nothing to count.
                 let Ok(meta) = fs::symlink_metadata(&path) else { continue };
-                if path.extension().is_some() {
-                    remove_if_nobodys(&path)?;
-                } else {
-                    seen.push(Seen { size: meta.len(), used: meta.modified()?, path });
+                if !meta.is_file() || !path.file_stem().is_some_and(|name| is_hex(name, NUMBER)) {
+                    continue;
+                }
+                match path.extension() {
+                    None => seen.push(Seen { size: meta.len(), used: meta.modified()?, path }),
+                    Some(end) if end == "part" => remove_if_nobodys(&path)?,
+                    Some(_) => {}
                 }
             }
             if seen.len() == before {
@@ -276,6 +316,34 @@ struct Seen {
     path: PathBuf,
     size: u64,
     used: SystemTime,
+}
+
+fn is_hex(name: &OsStr, digits: usize) -> bool {
+    let name = name.as_encoded_bytes();
+    name.len() == digits && name.iter().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(b))
+}
+
+/// That nobody else can put anything in, and that it is a cache or empty.
+fn check_ours(directory: &Path) -> io::Result<()> {
+    let refuse = |why: &str| {
+        let why = format!("{} {why}; name another directory for the cache", directory.display());
+        Err(io::Error::new(io::ErrorKind::InvalidInput, why))
+    };
+    let meta = fs::metadata(directory)?;
+    if meta.uid() != fs::metadata("/proc/self")?.uid() {
+        return refuse("belongs to another user");
+    }
+    if meta.mode() & 0o022 != 0 {
+        return refuse("can be written by others");
+    }
+    if !directory.join("books").exists() {
+        // Another process may just have made it.
+        let other = fs::read_dir(directory)?.filter_map(Result::ok).find(|e| e.file_name() != "books");
+        if other.is_some() {
+            return refuse("is no cache, and not empty");
+        }
+    }
+    Ok(())
 }
 
 fn read_books(books: &File) -> io::Result<u64> {
@@ -327,9 +395,12 @@ fn lock_soon(lock: impl Fn() -> Result<(), TryLockError>) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
     use super::*;
 
     const CHUNK: usize = 1 << 20;
+    const DISK: &str = "0123456789abcdef0123456789abcdef";
 
     fn cache(mib: u64) -> (tempfile::TempDir, ChunkCache, Counters) {
         let dir = tempfile::tempdir().unwrap();
@@ -338,7 +409,7 @@ mod tests {
     }
 
     fn put(cache: &ChunkCache, number: u64, counters: &Counters) -> Option<CachedChunk> {
-        match cache.claim("object", number, CHUNK as u64, counters).unwrap() {
+        match cache.claim(DISK, number, CHUNK as u64, counters).unwrap() {
             Claim::Ours(part) => cache.keep(part, &vec![number as u8; CHUNK].into(), counters).unwrap(),
             other => panic!("{other:?}"),
         }
@@ -354,7 +425,7 @@ mod tests {
         let first = put(&cache, 0, &counters).unwrap();
         for number in 1..100 {
             put(&cache, number, &counters).expect("there is always room for one");
-            assert!(cache.find("object", 1, CHUNK as u64, &counters).unwrap().is_some(), "{number}");
+            assert!(cache.find(DISK, 1, CHUNK as u64, &counters).unwrap().is_some(), "{number}");
             assert!(on_disk(&cache) <= 16 << 20 && on_disk(&cache) <= cache.used().unwrap());
         }
         assert!(counters.stats().evicted > 80, "{:?}", counters.stats());
@@ -366,7 +437,7 @@ mod tests {
     #[test]
     fn a_claim_is_for_one_and_ends_with_its_holder() {
         let (_dir, cache, counters) = cache(16);
-        let claim = || cache.claim("object", 3, CHUNK as u64, &counters).unwrap();
+        let claim = || cache.claim(DISK, 3, CHUNK as u64, &counters).unwrap();
         let Claim::Ours(part) = claim() else { panic!("nobody else is here") };
         assert!(matches!(claim(), Claim::Busy));
         drop(part);
@@ -385,17 +456,58 @@ mod tests {
         assert_eq!(kept, 15);
         assert!(on_disk(&cache) <= 16 << 20);
         drop(turn);
-        fs::write(cache.directory.join("object/000000ff.part"), b"half").unwrap();
+        let part = cache.directory.join(DISK).join("000000ff.part");
+        fs::write(&part, b"half").unwrap();
         assert!(put(&cache, 77, &counters).is_some());
-        assert!(!cache.directory.join("object/000000ff.part").exists());
+        assert!(!part.exists());
+    }
+
+    #[test]
+    fn what_is_not_the_caches_is_refused_or_stays() {
+        let (dir, cache, counters) = cache(16);
+        let open = |path: &Path| ChunkCache::open(path, LEAST_CACHE);
+        fs::write(dir.path().join("data.db"), b"precious").unwrap();
+        assert!(open(dir.path()).unwrap_err().to_string().contains("not empty"));
+        let shared = dir.path().join("shared");
+        fs::create_dir(&shared).unwrap();
+        fs::set_permissions(&shared, fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(open(&shared).unwrap_err().to_string().contains("by others"));
+        put(&cache, 0, &counters).unwrap();
+        let inside = cache.directory.join(DISK);
+        fs::create_dir(cache.directory.join("private")).unwrap();
+        let others = ["private/00000000", "private/key.part"].map(|name| cache.directory.join(name));
+        let others = others.into_iter().chain(["notes", "0000000x", "00000007.db"].map(|n| inside.join(n)));
+        let others: Vec<PathBuf> = others.collect();
+        others.iter().for_each(|path| fs::write(path, b"precious").unwrap());
+        for number in 1..40 {
+            put(&cache, number, &counters).unwrap();
+        }
+        assert!(counters.stats().evicted > 0);
+        for path in others {
+            assert_eq!(fs::read(&path).unwrap(), b"precious", "{}", path.display());
+        }
+    }
+
+    #[test]
+    fn what_another_boot_has_counted_is_counted_anew() {
+        let (_dir, cache, counters) = cache(16);
+        put(&cache, 0, &counters).unwrap();
+        let used = cache.used().unwrap();
+        for lost in [&0_u64.to_le_bytes()[..], b"", b"\0\0\0\0\0\0\0\0another boot"] {
+            fs::write(cache.directory.join("books"), lost).unwrap();
+            let again = ChunkCache::open(&cache.directory, LEAST_CACHE).unwrap();
+            assert_eq!(again.used().unwrap(), used);
+        }
+        cache.change_books(|used| Some(used + 5)).unwrap();
+        assert_eq!(ChunkCache::open(&cache.directory, LEAST_CACHE).unwrap().used().unwrap(), used + 5);
     }
 
     #[test]
     fn a_file_that_is_no_chunk_is_removed_and_counted() {
         let (_dir, cache, counters) = cache(16);
         put(&cache, 5, &counters).unwrap();
-        File::options().write(true).open(cache.place("object", 5)).unwrap().set_len(1000).unwrap();
-        assert!(matches!(cache.claim("object", 5, CHUNK as u64, &counters).unwrap(), Claim::Ours(_)));
+        File::options().write(true).open(cache.place(DISK, 5)).unwrap().set_len(1000).unwrap();
+        assert!(matches!(cache.claim(DISK, 5, CHUNK as u64, &counters).unwrap(), Claim::Ours(_)));
         assert_eq!(counters.stats().damaged, 1);
     }
 }

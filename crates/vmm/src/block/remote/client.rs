@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::future::BoxFuture;
-use http_body_util::BodyExt as _;
+use http_body_util::{BodyExt as _, Full};
 use hyper::StatusCode;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
@@ -75,16 +75,22 @@ impl HttpService for Service {
                 let kind = if e.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Interrupted };
                 HttpError::new(kind, Flat(flat(&e).into()))
             })?;
-            let (parts, body) = response.into_parts();
+            let (mut parts, body) = response.into_parts();
             let body = body.map_err(|e| HttpError::new(HttpErrorKind::Interrupted, Flat(flat(&e).into())));
             let status = parts.status;
+            if status.is_success() {
+                return Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body)));
+            }
+            // Whoever gets this reads it to its end, into as much memory as it says it needs.
+            let text = first_line(HttpResponseBody::new(body)).await;
             if status.is_server_error()
                 || matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT)
             {
-                let text = first_line(HttpResponseBody::new(body)).await;
                 return Err(HttpError::new(HttpErrorKind::Interrupted, Busy { status, text }));
             }
-            Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(body)))
+            parts.headers.remove(hyper::header::CONTENT_LENGTH);
+            let text = Full::new(Bytes::from(text)).map_err(|never| match never {});
+            Ok(HttpResponse::from_parts(parts, HttpResponseBody::new(text)))
         })
     }
 }

@@ -49,6 +49,8 @@ const LOOK: (Duration, Duration) = (Duration::from_millis(1), Duration::from_mil
 const INLINE: usize = 64 * 1024;
 /// Times a chunk may be gone or damaged under one read.
 const ROUNDS: usize = 4;
+/// Fetches that a reader joins one after the other: one may end just as it comes, if all others have left.
+const FLIGHTS: usize = 16;
 
 /// How a remote disk is read.
 #[derive(Debug, Clone, Copy)]
@@ -192,20 +194,37 @@ impl RemoteBackend {
                 }
                 Source::File(chunk) => chunk,
             };
-            let fail = |e| shared.cache_error("read", e);
+            // What fails takes no more with it than the room behind what was read before.
+            let room = buf.split_off(buf.len());
             let mut found = match piece.len <= INLINE {
-                true => chunk.read(piece.at, piece.len, buf, false).map_err(fail)?,
-                false => Found::Later(buf),
+                true => chunk.read(piece.at, piece.len, room, false),
+                false => Ok(Found::Later(room)),
             };
-            if let Found::Later(later) = found {
+            if let Ok(Found::Later(later)) = found {
                 let read = move |_: &_| chunk.read(piece.at, piece.len, later, true);
-                found = shared.pool.run(limit, read).await?.map_err(fail)?;
+                let terms = limit.no_later_than(Instant::now() + CACHE_PATIENCE);
+                found = match shared.pool.run(&terms, read).await {
+                    Err(BlockError::Deadline) if Instant::now() < limit.deadline => {
+                        Err(io::Error::new(io::ErrorKind::TimedOut, "no answer from the cache"))
+                    }
+                    read => read?,
+                };
             }
             match found {
-                Found::Bytes(done) => return Ok(done),
-                Found::Gone(back) | Found::Later(back) => buf = back,
-                Found::Damaged(back) => {
-                    buf = back;
+                Ok(Found::Bytes(done)) => {
+                    buf.unsplit(done);
+                    return Ok(buf);
+                }
+                Ok(Found::Gone(back) | Found::Later(back)) => buf.unsplit(back),
+                // A cache that does not work is one that has nothing.
+                Err(error) => {
+                    shared.counters.damaged();
+                    tracing::warn!(object = %shared.object.url, chunk = piece.number, %error, "a chunk of the cache cannot be read; it is fetched round it");
+                    shared.at_hand.forget(piece.number);
+                    break;
+                }
+                Ok(Found::Damaged(back)) => {
+                    buf.unsplit(back);
                     shared.counters.damaged();
                     tracing::warn!(object = %shared.object.url, chunk = piece.number, "a chunk of the cache is damaged; it is fetched again");
                     let (shared, number) = (shared.clone(), piece.number);
@@ -241,7 +260,7 @@ impl RemoteBackend {
             return Ok(source);
         }
         shared.counters.missed();
-        loop {
+        for _ in 0..FLIGHTS {
             if shared.closing.is_cancelled() {
                 return Err(BlockError::Stopped);
             }
@@ -259,6 +278,8 @@ impl RemoteBackend {
                 Err(e) => return Err(e),
             }
         }
+        let source = io::Error::other(format!("{FLIGHTS} fetches of chunk {number} ended without an answer"));
+        Err(BlockError::Io { doing: "fetch from", file: shared.object.url.clone(), source })
     }
 }
 
@@ -284,10 +305,6 @@ impl Shared {
         pieces
     }
 
-    fn cache_error(&self, doing: &'static str, source: io::Error) -> BlockError {
-        BlockError::Io { doing, file: format!("the cached chunk of {}", self.object.url).into(), source }
-    }
-
     /// The terms of a call to the cache on behalf of all who wait.
     fn cache_limit(&self) -> Limit {
         Limit::new(self.closing.clone(), Instant::now() + CACHE_PATIENCE)
@@ -303,7 +320,7 @@ impl Shared {
             let len = shared.len_of(number);
             shared.cache.as_ref().map(|cache| cache.find(&shared.key, number, len, &shared.counters))
         };
-        let terms = Limit::new(limit.stop.clone(), limit.deadline.min(Instant::now() + CACHE_PATIENCE));
+        let terms = limit.no_later_than(Instant::now() + CACHE_PATIENCE);
         let found = match self.pool.run(&terms, find).await {
             Err(BlockError::Deadline) if Instant::now() < limit.deadline => return Ok(None),
             found => found?,

@@ -17,7 +17,7 @@ use object_store::http::HttpBuilder;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
-    Error, GetOptions, GetRange, GetResult, ObjectMeta, ObjectStore, ObjectStoreScheme, RetryConfig,
+    Error, GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt as _, ObjectStoreScheme, RetryConfig,
 };
 use sha2::{Digest as _, Sha256};
 use tokio::time::{sleep, timeout};
@@ -199,7 +199,7 @@ impl Object {
         let silent = |_| Failure::Passing(format!("silent for {:?}", self.tries.silence));
         let found = timeout(self.tries.silence, self.store.get_opts(&self.path, options)).await;
         let found = found.map_err(silent)?.map_err(|e| self.failure(&e))?;
-        self.check(&found).map_err(Failure::Final)?;
+        self.check(&found.meta).map_err(Failure::Final)?;
         let mut stream = found.into_stream();
         // Usually one object's part comes in many pieces.
         let mut data = BytesMut::new();
@@ -208,7 +208,7 @@ impl Object {
             let Some(piece) = next.map_err(|e| self.failure(&e))? else { break };
             if data.is_empty() {
                 if piece.len() as u64 == len {
-                    return Ok(piece);
+                    return self.unchanged(piece).await;
                 }
                 data.reserve(usize::try_from(len).unwrap_or(0));
             }
@@ -218,13 +218,22 @@ impl Object {
             }
         }
         match data.len() as u64 {
-            got if got == len => Ok(data.freeze()),
+            got if got == len => self.unchanged(data.freeze()).await,
             got => Err(Failure::Final(RemoteError::Length { url: self.url.clone(), at, wanted: len, got })),
         }
     }
 
-    fn check(&self, found: &GetResult) -> Result<(), RemoteError> {
-        let (was, is) = (&self.meta, &found.meta);
+    /// Looks once more at a file, which anybody may write while it is read; a store gives all of one version.
+    async fn unchanged(&self, data: Bytes) -> Result<Bytes, Failure> {
+        if self.url.starts_with("file:") {
+            let now = self.store.head(&self.path).await.map_err(|e| self.failure(&e))?;
+            self.check(&now).map_err(Failure::Final)?;
+        }
+        Ok(data)
+    }
+
+    fn check(&self, is: &ObjectMeta) -> Result<(), RemoteError> {
+        let was = &self.meta;
         let changed = |why| Err(RemoteError::Changed { url: self.url.clone(), why });
         if was.size != is.size {
             return changed(format!("it had {} bytes and has {}", was.size, is.size));
@@ -250,10 +259,13 @@ impl Object {
     }
 }
 
-/// What tells a version from another.
+/// What tells a version from another. A weak tag may stay over a change of bytes; with the time of change it does not.
 fn mark(meta: &ObjectMeta) -> Option<String> {
     let changed = (meta.last_modified.timestamp() != 0).then(|| meta.last_modified.to_rfc3339());
-    meta.e_tag.clone().or(changed)
+    match (meta.e_tag.clone(), changed) {
+        (Some(weak), Some(changed)) if weak.starts_with("W/") => Some(format!("{weak} of {changed}")),
+        (tag, changed) => tag.or(changed),
+    }
 }
 
 fn failure(url: &Arc<str>, error: &Error) -> Failure {
@@ -315,9 +327,13 @@ fn chance() -> f64 {
 /// A URL as it may be printed: without what may be secret.
 pub(super) fn shown(url: &str) -> Arc<str> {
     let plain = url.split(['?', '#']).next().unwrap_or_default();
-    let Some((scheme, rest)) = plain.split_once("://") else { return plain.into() };
-    match rest.split('/').next().unwrap_or_default().rsplit_once('@') {
-        Some((user, _)) if user.contains(':') => format!("{scheme}://…{}", &rest[user.len()..]).into(),
+    // Of what cannot be parsed nobody knows where a password ends.
+    let known = url::Url::parse(url).is_ok_and(|parsed| {
+        let user = matches!(parsed.scheme(), "http" | "https") && !parsed.username().is_empty();
+        !user && parsed.password().is_none() && !url[plain.len()..].contains('@')
+    });
+    match plain.split_once("://") {
+        Some((scheme, _)) if !known && url.contains('@') => format!("{scheme}://…").into(),
         _ => plain.into(),
     }
 }
@@ -385,6 +401,10 @@ mod tests {
             ("https://host/disk?X-Signature=hunter2", "query"),
             ("https://me:hunter2@host/disk", "environment"),
             ("https://me:hunter2@host:port/disk", "port"),
+            ("https://hunter2@host/disk", "environment"),
+            ("https://me:pa/hunter2@host/disk", "port"),
+            ("https://me:hunter2#ss@host/disk", "port"),
+            ("https://me:77#hunter2@host/disk", "fragment"),
         ] {
             let error = connect(url).expect_err(url).to_string();
             assert!(error.contains(word) && !error.contains("hunter2"), "{url}: {error}");
