@@ -272,17 +272,24 @@ impl Cgroups {
     }
 }
 
+/// For how long [`make`] tries again. The directory above is removed once per release of an instance's last cgroup, so a
+/// second try all but always does; a number of tries alone is spent within microseconds by two that run in step.
+const MAKE_WITHIN: Duration = Duration::from_secs(1);
+
 /// Makes the directory and those above it. Other instances make and remove `hearth` at the same time: it may be gone when
 /// it is to be entered (`ENOENT`), or be there when it is to be made and gone when it is looked at (`EEXIST`).
 pub(crate) fn make(path: &Path) -> io::Result<()> {
-    let mut tries = 100;
+    let deadline = Instant::now() + MAKE_WITHIN;
+    let mut pause = Duration::from_micros(1);
     loop {
         match fs::create_dir_all(path) {
             Err(e)
                 if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::AlreadyExists)
-                    && tries > 0 =>
+                    && Instant::now() < deadline =>
             {
-                tries -= 1;
+                // Two that try without a pause can keep missing each other: the directory's lock goes from hand to hand.
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(Duration::from_millis(1));
             }
             result => return result,
         }
