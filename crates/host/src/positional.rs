@@ -1,4 +1,4 @@
-//! Reads, holes and zeroes at a position of a file, for the block server: what the standard library lacks. None
+//! Reads, holes, zeroes and locks at a position of a file, for the block server: what the standard library lacks. None
 //! of these moves a position that somebody else could use.
 
 use std::fs::File;
@@ -31,6 +31,28 @@ pub fn read(file: &File, buf: &mut BytesMut, len: usize, at: u64) -> io::Result<
         done += got;
     }
     Ok(done)
+}
+
+/// Takes the lock on one byte of a file, which need not be there, without waiting; false: somebody has it. It belongs to
+/// this opening of the file and goes with its last descriptor, also from a process that dies: `F_OFD_SETLK`, fcntl(2).
+///
+/// # Errors
+/// From fcntl(2).
+pub fn try_lock_byte(file: &File, at: u64) -> io::Result<bool> {
+    let whence = i16::try_from(libc::SEEK_SET).map_err(io::Error::other)?;
+    let kind = i16::try_from(libc::F_WRLCK).map_err(io::Error::other)?;
+    let start = libc::off_t::try_from(at).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+    // A pid of 0 is demanded.
+    let lock = libc::flock { l_type: kind, l_whence: whence, l_start: start, l_len: 1, l_pid: 0 };
+    // SAFETY: the lock is whole and outlives the call.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } == 0 {
+        return Ok(true);
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EAGAIN | libc::EACCES) => Ok(false),
+        _ => Err(error),
+    }
 }
 
 /// Like [`read`], but only what is in the page cache, without waiting for a disk; so it may be called where nothing may
@@ -108,6 +130,24 @@ pub fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_lock_on_a_byte_is_one_openings_and_goes_with_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("locks");
+        let open =
+            || File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
+        let (one, two) = (open(), open());
+        assert!(try_lock_byte(&one, 5).unwrap() && try_lock_byte(&one, 5).unwrap());
+        assert!(!try_lock_byte(&two, 5).unwrap());
+        assert!(try_lock_byte(&two, 6).unwrap() && try_lock_byte(&two, (1 << 62) + 5).unwrap());
+        let copy = one.try_clone().unwrap();
+        drop(one);
+        assert!(!try_lock_byte(&two, 5).unwrap());
+        drop(copy);
+        assert!(try_lock_byte(&two, 5).unwrap());
+        assert_eq!(try_lock_byte(&two, u64::MAX).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+    }
     use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
     fn file(len: u64) -> File {

@@ -135,6 +135,42 @@ async fn one_fetch_however_many_ask_and_none_when_nobody_waits() {
 }
 
 #[tokio::test]
+async fn what_has_come_is_read_before_the_rest_has() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = pattern(CHUNK as usize);
+    let store = Store::of(image.clone());
+    store.fail([Fault::Half(None)]);
+    let disk = open(&store.url(), Some(dir.path())).await;
+    for at in [0, 100, 20_000] {
+        assert_eq!(read(&disk, at as u64, 10).await, image[at..at + 10]);
+    }
+    let error = fails(&disk, CHUNK - 100, &Limit::within(Duration::from_millis(50))).await;
+    assert_eq!(error, BlockError::Deadline.to_string());
+    assert_eq!(store.asked(), 1, "all of it is one fetch, whoever left");
+    assert_eq!(disk.close(LONG).await, 0);
+    // When nobody waits any more the try goes on, and what it brings is kept.
+    store.fail([Fault::Half(Some(Duration::from_millis(200)))]);
+    let disk = open(&store.url(), Some(dir.path())).await;
+    assert_eq!(read(&disk, 0, 10).await, image[..10]);
+    until_kept(dir.path(), 1).await;
+    let stats = disk.remote_stats().unwrap();
+    assert_eq!((stats.hits, stats.misses, stats.fetches, store.asked()), (0, 1, 1, 2));
+    assert_eq!(read(&disk, CHUNK - 10, 10).await, image[CHUNK as usize - 10..]);
+    assert_eq!(disk.remote_stats().unwrap().hits, 1);
+    assert_eq!(disk.close(LONG).await, 0);
+    // And when it fails there is no other, until somebody asks.
+    let cold = tempfile::tempdir().unwrap();
+    store.fail([Fault::Half(None)]);
+    let disk = open_with(&store.url(), Some(cold.path()), hasty()).await.unwrap();
+    assert_eq!(read(&disk, 0, 10).await, image[..10]);
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(store.asked(), 3);
+    assert_eq!(read(&disk, CHUNK - 10, 10).await, image[CHUNK as usize - 10..]);
+    assert_eq!(store.asked(), 4);
+    assert_eq!(disk.close(LONG).await, 0);
+}
+
+#[tokio::test]
 async fn what_may_pass_is_tried_again_and_what_may_not_is_told_at_once() {
     let image = pattern(CHUNK as usize * 4);
     let store = Store::of(image.clone());
@@ -142,7 +178,9 @@ async fn what_may_pass_is_tried_again_and_what_may_not_is_told_at_once() {
     let passing =
         [Fault::Status(500), Fault::Status(503), Fault::Status(429), Fault::Close, Fault::Cut, Fault::Hang];
     store.fail(passing);
-    assert_eq!(read(&disk, 0, 10).await, image[..10]);
+    // The end of a chunk, which is here only when all of it is.
+    let end = CHUNK as usize - 100;
+    assert_eq!(read(&disk, end as u64, 100).await, image[end..][..100]);
     let stats = disk.remote_stats().unwrap();
     assert_eq!((stats.retries, stats.fetches), (6, 1));
     for (fault, word) in [
@@ -153,7 +191,7 @@ async fn what_may_pass_is_tried_again_and_what_may_not_is_told_at_once() {
     ] {
         store.fail([fault]);
         let before = store.asked();
-        let error = fails(&disk, CHUNK, &Limit::within(LONG)).await;
+        let error = fails(&disk, 2 * CHUNK - 100, &Limit::within(LONG)).await;
         assert!(error.contains(word) && error.contains(&store.url()), "{error}");
         assert_eq!(store.asked(), before + 1, "{error}");
     }

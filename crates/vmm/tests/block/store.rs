@@ -21,6 +21,8 @@ pub(crate) enum Fault {
     Close,
     /// It ends in the middle of the bytes.
     Cut,
+    /// The second half of the bytes comes later; without a time never.
+    Half(Option<Duration>),
     /// Fewer bytes, which are said to be all of them.
     Fewer,
 }
@@ -176,7 +178,7 @@ impl State {
                 stream.write_all(plain(status, "on purpose").as_bytes())?;
                 return Ok(true);
             }
-            Some(Fault::Cut | Fault::Fewer) | None => {}
+            Some(Fault::Cut | Fault::Half(_) | Fault::Fewer) | None => {}
         }
         if header("if-match").is_some_and(|wanted| wanted != etag) {
             stream.write_all(plain(412, "").as_bytes())?;
@@ -197,6 +199,12 @@ impl State {
         if matches!(fault, Some(Fault::Cut)) {
             stream.write_all(&body[..body.len() / 2])?;
             return Ok(false);
+        }
+        if let Some(Fault::Half(time)) = fault {
+            let first;
+            (first, body) = body.split_at(body.len() / 2);
+            stream.write_all(first)?;
+            self.wait(time);
         }
         stream.write_all(body)?;
         Ok(true)

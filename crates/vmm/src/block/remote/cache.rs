@@ -3,7 +3,8 @@
 //! | file | what |
 //! |---|---|
 //! | `<object>/<number>` | a chunk, whole: it came there by a rename |
-//! | `<object>/<number>.part` | one being fetched: whoever fetches it has the lock on it, and dead it has it no more |
+//! | `<object>/<number>.part` | one being written |
+//! | `claims` | nothing: whoever fetches a chunk has the lock on its byte, and dead it has it no more. A file for each would have to be made before the fetch |
 //! | `books` | bytes that all chunks take, at least; and which boot of the host they were counted in |
 //! | `evict` | its lock is for whoever makes room; shared, for whoever keeps a chunk: what is being kept is not overlooked |
 //!
@@ -19,6 +20,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
+use hearth_host::positional;
 
 use super::chunk::{CachedChunk, file_size};
 use super::counters::Counters;
@@ -45,7 +47,8 @@ pub struct ChunkCache {
 /// A chunk that is ours to fetch, as long as this is kept.
 #[derive(Debug)]
 pub(super) struct Part {
-    file: File,
+    /// Has the lock.
+    _claim: File,
     path: PathBuf,
     /// Its name once it is whole.
     to: PathBuf,
@@ -77,6 +80,7 @@ impl ChunkCache {
         let cache = Self { directory: directory.to_owned(), bytes };
         cache.open_file("books")?;
         cache.open_file("evict")?;
+        cache.open_file("claims")?;
         cache.count_after_boot()?;
         Ok(cache)
     }
@@ -160,39 +164,19 @@ impl ChunkCache {
         len: u64,
         counters: &Counters,
     ) -> io::Result<Claim> {
-        let to = self.place(object, number);
-        let path = to.with_extension("part");
-        for _ in 0..10 {
-            if let Some(chunk) = self.find(object, number, len, counters)? {
-                return Ok(Claim::Have(chunk));
-            }
-            let options = || {
-                File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path)
-            };
-            let file = match options() {
-                Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                    // Whoever makes room removes empty directories.
-                    DirBuilder::new().recursive(true).mode(0o700).create(self.directory.join(object))?;
-                    continue;
-                }
-                opened => opened?,
-            };
-            match file.try_lock() {
-                Ok(()) => {}
-                Err(TryLockError::WouldBlock) => return Ok(Claim::Busy),
-                Err(TryLockError::Error(e)) => return Err(e),
-            }
-            // It may have got its name, or been removed, between our open and our lock.
-            if !is_at(&file, &path)? {
-                continue;
-            }
-            if !to.exists() {
-                file.set_len(0)?;
-                return Ok(Claim::Ours(Part { file, path, to, number }));
-            }
-            fs::remove_file(&path)?;
+        if let Some(chunk) = self.find(object, number, len, counters)? {
+            return Ok(Claim::Have(chunk));
         }
-        Err(io::Error::other(format!("{} keeps being replaced", path.display())))
+        let claim = self.open_file("claims")?;
+        if !positional::try_lock_byte(&claim, byte_of(object, number))? {
+            return Ok(Claim::Busy);
+        }
+        // It may have got its name between our look and our lock.
+        if let Some(chunk) = self.find(object, number, len, counters)? {
+            return Ok(Claim::Have(chunk));
+        }
+        let to = self.place(object, number);
+        Ok(Claim::Ours(Part { _claim: claim, path: to.with_extension("part"), to, number }))
     }
 
     /// Gives a chunk that was fetched to all. `None`: there is no room for it, and none could be made.
@@ -208,14 +192,13 @@ impl ChunkCache {
             self.make_room(size, counters)?;
             kept = self.reserve(size)?;
         }
-        let Some(_until_named) = kept else {
-            fs::remove_file(&part.path)?;
-            return Ok(None);
-        };
-        let stored = CachedChunk::write(part.file, part.number, data)
+        let Some(_until_named) = kept else { return Ok(None) };
+        let stored = part
+            .create()
+            .and_then(|file| CachedChunk::write(file, part.number, data))
             .and_then(|chunk| fs::rename(&part.path, &part.to).map(|()| chunk));
         if stored.is_err() {
-            // The lock went with the file. What it still took is given back; its bytes in the books go with the next count.
+            // What it still took is given back; its bytes in the books go with the next count.
             drop(fs::remove_file(&part.path));
         }
         stored.map(Some)
@@ -299,7 +282,7 @@ impl ChunkCache {
                 }
                 match path.extension() {
                     None => seen.push(Seen { size: meta.len(), used: meta.modified()?, path }),
-                    Some(end) if end == "part" => remove_if_nobodys(&path)?,
+                    Some(end) if end == "part" => self.remove_if_nobodys(&object.file_name(), &path)?,
                     Some(_) => {}
                 }
             }
@@ -310,6 +293,40 @@ impl ChunkCache {
         }
         Ok(seen)
     }
+
+    /// Removes what somebody who is gone was writing.
+    fn remove_if_nobodys(&self, object: &OsStr, part: &Path) -> io::Result<()> {
+        let number = part.file_stem().and_then(OsStr::to_str).and_then(|n| u64::from_str_radix(n, 16).ok());
+        let (Some(object), Some(number)) = (object.to_str(), number) else { return Ok(()) };
+        let claim = self.open_file("claims")?;
+        if positional::try_lock_byte(&claim, byte_of(object, number))? {
+            remove(part)?;
+        }
+        Ok(())
+    }
+}
+
+impl Part {
+    /// A new file. What whoever claimed it before us left is thrown away.
+    fn create(&self) -> io::Result<File> {
+        let create = || {
+            File::options().read(true).write(true).create(true).truncate(true).mode(0o600).open(&self.path)
+        };
+        match (create(), self.path.parent()) {
+            // The first chunk of its object; nobody removes a directory while a chunk is being kept.
+            (Err(e), Some(directory)) if e.kind() == io::ErrorKind::NotFound => {
+                DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
+                create()
+            }
+            (created, _) => created,
+        }
+    }
+}
+
+/// Where the lock on a chunk is. Objects are named by a hash, so that two chunks do not meet.
+fn byte_of(object: &str, number: u64) -> u64 {
+    let object = object.get(..15).and_then(|digits| u64::from_str_radix(digits, 16).ok()).unwrap_or(0);
+    object + number
 }
 
 struct Seen {
@@ -361,23 +378,6 @@ fn remove(path: &Path) -> io::Result<bool> {
     match cut.and_then(|()| fs::remove_file(path)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
         removed => removed.map(|()| true),
-    }
-}
-
-fn remove_if_nobodys(part: &Path) -> io::Result<()> {
-    let Ok(file) = File::options().write(true).open(part) else { return Ok(()) };
-    if file.try_lock().is_ok() && is_at(&file, part)? {
-        fs::remove_file(part)?;
-    }
-    Ok(())
-}
-
-fn is_at(file: &File, path: &Path) -> io::Result<bool> {
-    let ours = file.metadata()?;
-    match fs::symlink_metadata(path) {
-        Ok(there) => Ok((ours.dev(), ours.ino()) == (there.dev(), there.ino())),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(e) => Err(e),
     }
 }
 

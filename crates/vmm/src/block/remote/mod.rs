@@ -1,10 +1,11 @@
 //! An object of a store as a disk that is only read: in chunks, each fetched once and kept on this node for all who read it.
 //!
-//! A read looks at the chunks at hand, then in the cache, then joins the one fetch of the chunk ([`flight`]). That fetch is
-//! a task of the disk's own: it claims the chunk against the other processes ([`cache`]), gets it with as many tries as it
-//! takes ([`object`]), gives it to all who wait, and only then puts it into the cache. It has no deadline; those who wait
-//! have theirs, and without them it ends.
+//! A read looks at the chunks at hand, then joins the one fetch of the chunk ([`flight`]). That fetch is a task of the disk's
+//! own: it takes the chunk from the cache, or claims it there against the other processes ([`cache`]), gets it with as many
+//! tries as it takes ([`object`]), gives it to all who wait, and only then puts it into the cache. A small read has its bytes
+//! as soon as they have come ([`arrival`]). The fetch has no deadline; those who wait have theirs, and without them it ends.
 
+mod arrival;
 mod cache;
 mod chunk;
 mod client;
@@ -28,10 +29,11 @@ use tokio_util::task::TaskTracker;
 pub use cache::{ChunkCache, LEAST_CACHE};
 pub use object::{RemoteError, Tries, Version};
 
+use self::arrival::Arrival;
 use self::cache::{Claim, Part};
 use self::chunk::Found;
 use self::counters::Counters;
-use self::flight::{Flight, Flights, Pilot};
+use self::flight::{Flight, Flights, Got, Pilot};
 use self::object::Object;
 use self::source::{AtHand, Source};
 use super::backend::{
@@ -45,7 +47,7 @@ const AT_ONCE: usize = 8;
 const CACHE_PATIENCE: Duration = Duration::from_secs(5);
 /// How often one looks whether another process is done: at first, and at most.
 const LOOK: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(10));
-/// Larger reads are never done on the polling thread.
+/// Larger reads are never done on the polling thread, and wait for the whole chunk.
 const INLINE: usize = 64 * 1024;
 /// Times a chunk may be gone or damaged under one read.
 const ROUNDS: usize = 4;
@@ -166,33 +168,40 @@ impl RemoteBackend {
             return self.piece(piece, None, buf, limit).await;
         }
         // All are on their way before the first is read.
-        let sources = try_join_all(pieces.iter().map(|piece| self.source(piece.number, limit))).await?;
-        for (piece, source) in pieces.drain(..).zip(sources) {
-            buf = self.piece(piece, Some(source), buf, limit).await?;
+        let chunks = try_join_all(pieces.iter().map(|piece| self.get(piece.number, None, limit))).await?;
+        for (piece, chunk) in pieces.drain(..).zip(chunks) {
+            buf = self.piece(piece, Some(chunk), buf, limit).await?;
         }
         Ok(buf)
     }
 
-    /// Reads what is within a chunk, from `source` if it is there.
+    /// Reads what is within a chunk, from what was got of it if anything was.
     async fn piece(
         &self,
         piece: Piece,
-        source: Option<Source>,
+        mut got: Option<Got>,
         mut buf: BytesMut,
         limit: &Limit,
     ) -> Result<BytesMut, BlockError> {
-        let (shared, mut source) = (&self.shared, source);
+        let shared = &self.shared;
         for _ in 0..ROUNDS {
-            let chunk = match source.take() {
-                Some(source) => source,
-                None => self.source(piece.number, limit).await?,
+            let chunk = match got.take() {
+                Some(got) => got,
+                None => {
+                    let part = (piece.len <= INLINE).then_some((piece.at, piece.len));
+                    self.get(piece.number, part, limit).await?
+                }
             };
             let chunk = match chunk {
-                Source::Memory(data) => {
+                Got::Part(data) => {
+                    buf.extend_from_slice(&data);
+                    return Ok(buf);
+                }
+                Got::Chunk(Source::Memory(data)) => {
                     buf.extend_from_slice(&data[piece.at..piece.at + piece.len]);
                     return Ok(buf);
                 }
-                Source::File(chunk) => chunk,
+                Got::Chunk(Source::File(chunk)) => chunk,
             };
             // What fails takes no more with it than the room behind what was read before.
             let room = buf.split_off(buf.len());
@@ -239,44 +248,45 @@ impl RemoteBackend {
         }
         // The cache does not keep what it is given: go round it.
         let (number, len) = (piece.number, shared.len_of(piece.number));
-        let fetch = shared.object.fetch(number * shared.chunk, len, &shared.counters, &|_| {});
+        let arrival = Arrival::new(false);
+        let fetch = shared.object.fetch(number * shared.chunk, len, &arrival, &shared.counters, &|_| {});
         let data = limit.bound(fetch).await?.map_err(|e| refused("fetch from", &shared.object.url, &e))?;
         buf.extend_from_slice(&data[piece.at..piece.at + piece.len]);
         Ok(buf)
     }
 
-    /// Has a chunk at hand, fetched if need be.
-    async fn source(&self, number: u64, limit: &Limit) -> Result<Source, BlockError> {
+    /// A chunk, fetched if need be, or only `part` of it (where it begins, and its length) if that is there earlier.
+    async fn get(&self, number: u64, part: Option<(usize, usize)>, limit: &Limit) -> Result<Got, BlockError> {
         let shared = &self.shared;
         if shared.closing.is_cancelled() {
             return Err(BlockError::Stopped);
         }
         if let Some(source) = shared.at_hand.get(number) {
             shared.counters.hit();
-            return Ok(source);
+            return Ok(Got::Chunk(source));
         }
-        if let Some(source) = shared.find(number, limit).await? {
-            shared.counters.hit();
-            return Ok(source);
-        }
-        shared.counters.missed();
         for _ in 0..FLIGHTS {
             if shared.closing.is_cancelled() {
                 return Err(BlockError::Stopped);
             }
-            let waiter = shared.flights.join(number, |flight| {
+            let waiter = shared.flights.join(number, shared.object.early(), |flight| {
                 self.tasks.spawn(shared.clone().fly(number, flight));
             });
-            match limit.bound(waiter.outcome()).await {
-                Ok(Some(Ok(source))) => return Ok(source),
-                Ok(Some(Err(error))) => return Err(refused("fetch from", &shared.object.url, &error)),
-                // Its last waiter left as we came, or the disk is being closed.
-                Ok(None) => {}
-                Err(BlockError::Deadline) => {
-                    return Err(late(&shared.object.url, waiter.flight.last_error()));
-                }
-                Err(e) => return Err(e),
+            let got = limit.bound(waiter.get(part)).await;
+            // Its last waiter left as we came, or the disk is being closed.
+            if let Ok(None) = got {
+                continue;
             }
+            match waiter.flight.missed() {
+                true => shared.counters.missed(),
+                false => shared.counters.hit(),
+            }
+            return match got {
+                Ok(Some(got)) => got.map_err(|error| refused("fetch from", &shared.object.url, &error)),
+                Err(BlockError::Deadline) => Err(late(&shared.object.url, waiter.flight.last_error())),
+                Ok(None) => Err(BlockError::Stopped),
+                Err(e) => Err(e),
+            };
         }
         let source = io::Error::other(format!("{FLIGHTS} fetches of chunk {number} ended without an answer"));
         Err(BlockError::Io { doing: "fetch from", file: shared.object.url.clone(), source })
@@ -310,42 +320,13 @@ impl Shared {
         Limit::new(self.closing.clone(), Instant::now() + CACHE_PATIENCE)
     }
 
-    /// A chunk of the cache. A cache that does not work is one that has nothing.
-    async fn find(self: &Arc<Self>, number: u64, limit: &Limit) -> Result<Option<Source>, BlockError> {
-        if self.cache.is_none() {
-            return Ok(None);
-        }
-        let shared = self.clone();
-        let find = move |_: &_| {
-            let len = shared.len_of(number);
-            shared.cache.as_ref().map(|cache| cache.find(&shared.key, number, len, &shared.counters))
-        };
-        let terms = limit.no_later_than(Instant::now() + CACHE_PATIENCE);
-        let found = match self.pool.run(&terms, find).await {
-            Err(BlockError::Deadline) if Instant::now() < limit.deadline => return Ok(None),
-            found => found?,
-        };
-        match found {
-            Some(Ok(Some(chunk))) => {
-                let source = Source::File(Arc::new(chunk));
-                self.at_hand.put(number, source.clone());
-                Ok(Some(source))
-            }
-            Some(Err(error)) => {
-                tracing::debug!(%error, "the cache cannot be read");
-                Ok(None)
-            }
-            _ => Ok(None),
-        }
-    }
-
     /// The one fetch of a chunk, from claim to keeping.
     async fn fly(self: Arc<Self>, number: u64, flight: Arc<Flight>) {
         let pilot = Pilot { flights: &self.flights, number, flight };
         let flight = &pilot.flight;
         let work = async {
             // Kept until the chunk is: it is what bounds the memory.
-            let (outcome, part, _permit) = self.obtain(number, flight).await;
+            let (outcome, part, _permit) = self.obtain(&pilot).await;
             let data = match &outcome {
                 Ok(Source::Memory(data)) => Some(data.clone()),
                 _ => None,
@@ -368,10 +349,10 @@ impl Shared {
 
     async fn obtain(
         self: &Arc<Self>,
-        number: u64,
-        flight: &Flight,
+        pilot: &Pilot<'_>,
     ) -> (flight::Outcome, Option<Part>, Option<SemaphorePermit<'_>>) {
-        let part = match self.claim(number).await {
+        let (number, flight) = (pilot.number, &pilot.flight);
+        let part = match self.claim(number, flight).await {
             Ok(Some(Claim::Have(chunk))) => return (Ok(Source::File(Arc::new(chunk))), None, None),
             Ok(Some(Claim::Ours(part))) => Some(part),
             Ok(Some(Claim::Busy)) => {
@@ -386,15 +367,17 @@ impl Shared {
                 None
             }
         };
+        flight.miss();
         // Never closed; without a permit it would only be one more.
         let permit = self.permits.acquire().await.ok();
         let (at, len) = (number * self.chunk, self.len_of(number));
-        let fetched = self.object.fetch(at, len, &self.counters, &|why| flight.note(why)).await;
+        let failed = |why| pilot.failed(why);
+        let fetched = self.object.fetch(at, len, &flight.arrival, &self.counters, &failed).await;
         (fetched.map(Source::Memory), part, permit)
     }
 
     /// Claims a chunk, or waits until it is there, up to the time of a try.
-    async fn claim(self: &Arc<Self>, number: u64) -> Result<Option<Claim>, String> {
+    async fn claim(self: &Arc<Self>, number: u64, flight: &Flight) -> Result<Option<Claim>, String> {
         if self.cache.is_none() {
             return Ok(None);
         }
@@ -408,6 +391,7 @@ impl Shared {
             let claimed = self.pool.run(&self.cache_limit(), claim).await.map_err(|e| e.to_string())?;
             match claimed.transpose().map_err(|e| e.to_string())? {
                 Some(Claim::Busy) if begun.elapsed() < self.tries.whole => {
+                    flight.miss();
                     sleep(pause).await;
                     pause = (pause * 2).min(LOOK.1);
                 }

@@ -7,7 +7,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use futures::TryStreamExt as _;
 use object_store::aws::AmazonS3Builder;
 use object_store::azure::MicrosoftAzureBuilder;
@@ -22,6 +22,7 @@ use object_store::{
 use sha2::{Digest as _, Sha256};
 use tokio::time::{sleep, timeout};
 
+use super::arrival::Arrival;
 use super::client::{Connector, flat};
 use super::counters::Counters;
 
@@ -167,16 +168,23 @@ impl Object {
         hash.finalize()[..16].iter().map(|b| format!("{b:02x}")).collect()
     }
 
+    /// Whether what comes of a range may be used before all of it is here. Of a file no: only a look afterwards tells whether it
+    /// was changed meanwhile. A store's answer begins with its version and its place.
+    pub(super) fn early(&self) -> bool {
+        !self.url.starts_with("file:")
+    }
+
     /// Gets a range, with as many tries as it takes: whoever waits has the deadline.
     pub(super) async fn fetch(
         &self,
         at: u64,
         len: u64,
+        arrival: &Arrival,
         counters: &Counters,
         note: &(dyn Fn(String) + Send + Sync),
     ) -> Result<Bytes, RemoteError> {
         let one = || async {
-            match timeout(self.tries.whole, self.fetch_once(at, len)).await {
+            match timeout(self.tries.whole, self.fetch_once(at, len, arrival)).await {
                 Ok(done) => done,
                 Err(_) => Err(Failure::Passing(format!("not done after {:?}", self.tries.whole))),
             }
@@ -186,7 +194,8 @@ impl Object {
         Ok(data)
     }
 
-    async fn fetch_once(&self, at: u64, len: u64) -> Result<Bytes, Failure> {
+    async fn fetch_once(&self, at: u64, len: u64, arrival: &Arrival) -> Result<Bytes, Failure> {
+        arrival.restart();
         // A weak mark never matches a condition; the answer is looked at in any case.
         let strong = self.meta.e_tag.clone().filter(|tag| !tag.starts_with("W/"));
         let since = (strong.is_none() && self.meta.e_tag.is_none()).then_some(self.meta.last_modified);
@@ -201,31 +210,30 @@ impl Object {
         let found = found.map_err(silent)?.map_err(|e| self.failure(&e))?;
         self.check(&found.meta).map_err(Failure::Final)?;
         let mut stream = found.into_stream();
-        // Usually one object's part comes in many pieces.
-        let mut data = BytesMut::new();
+        let (mut got, whole) = (0, usize::try_from(len).unwrap_or(usize::MAX));
         loop {
             let next = timeout(self.tries.silence, stream.try_next()).await.map_err(silent)?;
             let Some(piece) = next.map_err(|e| self.failure(&e))? else { break };
-            if data.is_empty() {
-                if piece.len() as u64 == len {
-                    return self.unchanged(piece).await;
-                }
-                data.reserve(usize::try_from(len).unwrap_or(0));
+            if got == 0 && piece.len() == whole {
+                return self.unchanged(piece).await;
             }
-            data.extend_from_slice(&piece);
-            if data.len() as u64 > len {
+            // More than asked for is an error, and room for it none.
+            if got + piece.len() > whole {
+                got += piece.len();
                 break;
             }
+            got = arrival.push(&piece, whole);
         }
-        match data.len() as u64 {
-            got if got == len => self.unchanged(data.freeze()).await,
-            got => Err(Failure::Final(RemoteError::Length { url: self.url.clone(), at, wanted: len, got })),
+        if got == whole {
+            return self.unchanged(arrival.take()).await;
         }
+        let (url, got) = (self.url.clone(), got as u64);
+        Err(Failure::Final(RemoteError::Length { url, at, wanted: len, got }))
     }
 
     /// Looks once more at a file, which anybody may write while it is read; a store gives all of one version.
     async fn unchanged(&self, data: Bytes) -> Result<Bytes, Failure> {
-        if self.url.starts_with("file:") {
+        if !self.early() {
             let now = self.store.head(&self.path).await.map_err(|e| self.failure(&e))?;
             self.check(&now).map_err(Failure::Final)?;
         }
