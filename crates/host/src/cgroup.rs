@@ -37,15 +37,27 @@ pub struct Cgroups {
     root: PathBuf,
 }
 
-/// Where cgroup2 is mounted, `None` if nowhere. `/sys/fs/cgroup` wins where there are several.
+/// Where systemd mounts cgroup2: alone, and beside version 1.
+const USUAL: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
+/// `CGROUP2_SUPER_MAGIC` of statfs(2).
+const CGROUP2_MAGIC: i64 = 0x6367_7270;
+
+/// Where cgroup2 is mounted, `None` if nowhere. The usual places win where there are several: they are asked first and
+/// alone, since every shim asks, and the list of all mounts takes 20 ms where 10,000 network namespaces have names.
 ///
 /// # Errors
 /// If the mounts cannot be read.
 pub fn mount_point() -> io::Result<Option<PathBuf>> {
-    let mut found: Vec<PathBuf> =
-        mountinfo::read()?.into_iter().filter(|m| m.fs_type == "cgroup2").map(|m| m.point).collect();
-    found.sort_by_key(|p| p.as_path() != Path::new("/sys/fs/cgroup"));
-    Ok(found.into_iter().next())
+    if let Some(usual) = USUAL.iter().find(|place| is_cgroup2(place)) {
+        return Ok(Some(usual.into()));
+    }
+    Ok(mountinfo::read()?.into_iter().find(|m| m.fs_type == "cgroup2").map(|m| m.point))
+}
+
+fn is_cgroup2(place: &str) -> bool {
+    // The type of the field differs between targets.
+    #[allow(clippy::unnecessary_cast)]
+    rustix::fs::statfs(place).is_ok_and(|stat| stat.f_type as i64 == CGROUP2_MAGIC)
 }
 
 impl Cgroups {
@@ -423,6 +435,20 @@ mod tests {
         drop(fs::remove_dir(&hearth));
         fs::write(&hearth, "").unwrap();
         assert!(make(&hearth).is_err(), "a file in its place is told");
+    }
+
+    #[test]
+    fn the_mount_is_one_that_the_list_of_mounts_has() {
+        let listed: Vec<PathBuf> = mountinfo::read()
+            .unwrap()
+            .into_iter()
+            .filter(|m| m.fs_type == "cgroup2")
+            .map(|m| m.point)
+            .collect();
+        let found = mount_point().unwrap();
+        assert_eq!(found.is_some(), !listed.is_empty());
+        assert!(found.is_none_or(|found| listed.contains(&found)), "{listed:?}");
+        assert!(!is_cgroup2("/proc") && !is_cgroup2("/nowhere"));
     }
 
     #[test]

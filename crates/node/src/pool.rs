@@ -233,6 +233,11 @@ impl<H: Host> SlotPool<H> {
         self.lock().states.iter().map(|(slot, state)| (*slot, state.clone())).collect()
     }
 
+    /// How many numbers are not free: each stands for a namespace, or soon will.
+    pub(crate) fn there(&self) -> usize {
+        self.lock().states.len()
+    }
+
     /// The slots that somebody should try to release again.
     pub(crate) fn take_unowned(&self) -> Vec<SlotIndex> {
         std::mem::take(&mut self.lock().unowned)

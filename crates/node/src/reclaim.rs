@@ -227,7 +227,10 @@ impl<H: Host> Engine<H> {
         let spared: BTreeSet<String> = self.context.books.all().iter().map(|h| h.id.to_string()).collect();
         let released = on_host(&self.context.host, move |_| {
             let mut left = Vec::new();
-            let pace = || if stop.is_cancelled() { Pace::End } else { context.demand.pace() };
+            let pace = || match stop.is_cancelled() {
+                true => Pace::End,
+                false => context.demand.pace(context.pool.there()),
+            };
             context.pool.release_many(&slots, &spared, &pace, &mut |slot, released| {
                 note(&progress, &context.events, Kind::Netns, &format_args!("slot {slot}"), &released, first);
                 left.extend(released.err().map(|why| (slot, why)));

@@ -1,16 +1,19 @@
 //! How fast slots may be removed. The kernel removes what is due together under its lock for network links, about
 //! 1 ms a slot, and works for it on one core; a creation that needs either waits. So while anybody creates a few
 //! go from time to time, and many when nobody did for a while: each namespace that dies is looked for in all
-//! that live on (`unhash_nsid`), so that thousands go fastest together. All sizes and times are fixed: a throttle that
-//! followed measured latency collapsed.
+//! that live on (`unhash_nsid`), so that thousands go fastest together. That look is about 0.5 µs for each of those, and
+//! the kernel gives up the core for nobody meanwhile: among 10,000 a few are four. Sizes and times follow from that number
+//! alone: a throttle that followed measured latency collapsed.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hearth_core::host::Pace;
 
-/// On their way while somebody creates or may begin at any moment.
+/// On their way while somebody creates or may begin at any moment, at most.
 const FEW: usize = 16;
+/// So many looks from one namespace at another at once take about 20 ms.
+const LOOKS: usize = 40_000;
 /// On their way else. The first creation after a calm waits for what is.
 const MANY: usize = 4096;
 /// After a creation the next one is likely.
@@ -61,15 +64,15 @@ impl Demand {
         Creating(self)
     }
 
-    /// How many slots may be removed now.
-    pub(crate) fn pace(&self) -> Pace {
+    /// How many slots may be removed now, if so many are there.
+    pub(crate) fn pace(&self, there: usize) -> Pace {
         let mut state = self.state();
         let now = Instant::now();
         let since = |at: Option<Instant>| at.map(|at| now.saturating_duration_since(at));
         let last = if state.creating > 0 { Some(Duration::ZERO) } else { since(state.last) };
         let pace = match since(state.possible) {
-            None => alone(since(state.first)),
-            Some(possible) => pace(possible, last, since(state.let_go)),
+            None => alone(few(there), since(state.first)),
+            Some(possible) => pace(few(there), possible, last, since(state.let_go)),
         };
         if matches!(pace, Pace::AtMost(_)) {
             state.first = state.first.or(Some(now));
@@ -87,16 +90,21 @@ impl Drop for Creating<'_> {
     }
 }
 
+/// How many a few are where so many are there.
+fn few(there: usize) -> usize {
+    (LOOKS / there.max(1)).clamp(1, FEW)
+}
+
 /// The rule while nobody can create, by the time since the first went.
-fn alone(first: Option<Duration>) -> Pace {
-    Pace::AtMost(if first.is_none_or(|t| t < ALONE) { FEW } else { MANY })
+fn alone(few: usize, first: Option<Duration>) -> Pace {
+    Pace::AtMost(if first.is_none_or(|t| t < ALONE) { few } else { MANY })
 }
 
 /// The rule once creations are possible, by the time since then, since the last one (zero while one is under way), and
 /// since slots were let go; `None` if there was none.
-fn pace(possible: Duration, last: Option<Duration>, let_go: Option<Duration>) -> Pace {
+fn pace(few: usize, possible: Duration, last: Option<Duration>, let_go: Option<Duration>) -> Pace {
     if last.is_some_and(|t| t < BUSY) {
-        return if let_go.unwrap_or(possible) < YIELD { Pace::Wait(SOON) } else { Pace::AtMost(FEW) };
+        return if let_go.unwrap_or(possible) < YIELD { Pace::Wait(SOON) } else { Pace::AtMost(few) };
     }
     if possible < CALM { Pace::Wait(SOON) } else { Pace::AtMost(MANY) }
 }
@@ -115,28 +123,36 @@ mod tests {
     fn many_go_when_nobody_creates() {
         for (since, expected) in [(0.0, Pace::Wait(SOON)), (0.2, Pace::Wait(SOON)), (0.3, Pace::AtMost(MANY))]
         {
-            assert_eq!(pace(after(since), None, Some(NOW)), expected, "{since} s after ready");
+            assert_eq!(pace(FEW, after(since), None, Some(NOW)), expected, "{since} s after ready");
         }
-        assert_eq!(pace(after(99.0), Some(after(0.6)), Some(NOW)), Pace::AtMost(MANY));
+        assert_eq!(pace(FEW, after(99.0), Some(after(0.6)), Some(NOW)), Pace::AtMost(MANY));
         // Nobody can yet.
         for (since, most) in [(None, FEW), (Some(0.4), FEW), (Some(0.5), MANY)] {
-            assert_eq!(alone(since.map(after)), Pace::AtMost(most));
+            assert_eq!(alone(FEW, since.map(after)), Pace::AtMost(most));
         }
+    }
+
+    #[test]
+    fn the_more_there_are_the_fewer_go_at_once() {
+        for (there, expected) in [(0, 16), (2_500, 16), (4_000, 10), (10_000, 4), (30_000, 1), (100_000, 1)] {
+            assert_eq!(few(there), expected, "{there}");
+        }
+        assert_eq!(Demand::default().pace(10_000), Pace::AtMost(4));
     }
 
     #[test]
     fn while_somebody_creates_a_few_go_from_time_to_time() {
         let demand = Demand::default();
-        assert_eq!(demand.pace(), Pace::AtMost(FEW));
+        assert_eq!(demand.pace(100), Pace::AtMost(FEW));
         demand.begin();
         let one = demand.creating();
         let two = demand.creating();
-        assert_eq!(demand.pace(), Pace::Wait(SOON));
+        assert_eq!(demand.pace(100), Pace::Wait(SOON));
         drop(one);
         drop(two);
-        assert_eq!(demand.pace(), Pace::Wait(SOON), "the next one is likely");
-        assert_eq!(pace(after(9.0), Some(NOW), Some(YIELD)), Pace::AtMost(FEW));
-        assert_eq!(pace(after(9.0), Some(NOW), None), Pace::AtMost(FEW));
-        assert_eq!(pace(NOW, Some(NOW), None), Pace::Wait(SOON), "just ready");
+        assert_eq!(demand.pace(100), Pace::Wait(SOON), "the next one is likely");
+        assert_eq!(pace(FEW, after(9.0), Some(NOW), Some(YIELD)), Pace::AtMost(FEW));
+        assert_eq!(pace(FEW, after(9.0), Some(NOW), None), Pace::AtMost(FEW));
+        assert_eq!(pace(FEW, NOW, Some(NOW), None), Pace::Wait(SOON), "just ready");
     }
 }
