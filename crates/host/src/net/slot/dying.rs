@@ -16,8 +16,8 @@ use crate::net::rtnl::LinkEvents;
 const QUIET: Duration = Duration::from_millis(300);
 /// When none goes for this long, something holds those that are left.
 const STALLED: Duration = Duration::from_secs(1);
-/// What the kernel may take for each of those before it: of thousands that die at once none goes until all are prepared,
-/// 10 s for 4,000 among 10,000.
+/// What the kernel may take for each of those that die together: of thousands none goes until all are prepared, 10 to 20 s
+/// for 4,000 among 10,000.
 const EACH: Duration = Duration::from_millis(10);
 /// Many links go at a thousand a second. Waking for each would disturb the kernel's worker, which waits for all
 /// processors once a tap (`synchronize_net` in tun_detach_all).
@@ -95,8 +95,10 @@ impl Deaths {
         Some(dying)
     }
 
+    /// Waits for one more, of so many that are on their way together.
     pub(super) fn add(
         &mut self,
+        together: usize,
         index: u32,
         name: &str,
         slot: SlotIndex,
@@ -104,7 +106,7 @@ impl Deaths {
         peer_nsid: Option<i32>,
     ) {
         self.progress = Instant::now();
-        let turn = EACH * u32::try_from(self.pending).unwrap_or(u32::MAX);
+        let turn = EACH * u32::try_from(together).unwrap_or(u32::MAX);
         let until = self.progress + self.within + turn;
         let dying = Dying { slot, name: name.to_owned(), ids, peer_nsid, until, pending: true };
         self.pending += usize::from(self.dying.insert(index, dying).is_none_or(|former| !former.pending));
@@ -159,5 +161,26 @@ impl Deaths {
             std::thread::sleep(pause);
         }
         fates
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_of_many_has_as_much_time_as_the_last() {
+        for (together, expected) in [(1, 2), (1000, 0)] {
+            let mut deaths = Deaths::open(Duration::ZERO).unwrap();
+            // The loopback link, which stays, and one that is not there.
+            for (index, name) in [(1, "lo"), (i32::MAX.unsigned_abs(), "none")] {
+                deaths.add(together, index, name, SlotIndex::new(1).unwrap(), vec![], None);
+            }
+            std::thread::sleep(EACH + Duration::from_millis(5));
+            let fates = deaths.wait(Duration::from_millis(1));
+            assert_eq!(fates.len(), expected, "{together} together: {fates:?}");
+            let late = fates.iter().filter(|(_, fate)| matches!(fate, Fate::Late)).count();
+            assert_eq!(late, expected / 2, "{fates:?}");
+        }
     }
 }

@@ -184,9 +184,10 @@ impl Release<'_> {
     /// Lets some of those without names die: all at once, when the last descriptor of them is closed.
     fn let_go(&mut self, n: usize) {
         let gone: Vec<Kept> = self.kept.drain(..n.min(self.kept.len())).collect();
+        let together = self.deaths.pending() + gone.len();
         for kept in &gone {
             let (witness, ids) = (&kept.witness, kept.ids.clone());
-            self.deaths.add(witness.index, &witness.name, kept.slot, ids, witness.peer_nsid);
+            self.deaths.add(together, witness.index, &witness.name, kept.slot, ids, witness.peer_nsid);
         }
     }
 
