@@ -43,7 +43,8 @@ const USUAL: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 const CGROUP2_MAGIC: i64 = 0x6367_7270;
 
 /// Where cgroup2 is mounted, `None` if nowhere. The usual places win where there are several: they are asked first and
-/// alone, since every shim asks, and the list of all mounts takes 20 ms where 10,000 network namespaces have names.
+/// alone, since every shim asks: with the list of all mounts a VM's start took 40 ms longer where 10,000 network namespaces
+/// have names.
 ///
 /// # Errors
 /// If the mounts cannot be read.

@@ -130,24 +130,6 @@ pub fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_lock_on_a_byte_is_one_openings_and_goes_with_it() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("locks");
-        let open =
-            || File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
-        let (one, two) = (open(), open());
-        assert!(try_lock_byte(&one, 5).unwrap() && try_lock_byte(&one, 5).unwrap());
-        assert!(!try_lock_byte(&two, 5).unwrap());
-        assert!(try_lock_byte(&two, 6).unwrap() && try_lock_byte(&two, (1 << 62) + 5).unwrap());
-        let copy = one.try_clone().unwrap();
-        drop(one);
-        assert!(!try_lock_byte(&two, 5).unwrap());
-        drop(copy);
-        assert!(try_lock_byte(&two, 5).unwrap());
-        assert_eq!(try_lock_byte(&two, u64::MAX).unwrap_err().kind(), io::ErrorKind::InvalidInput);
-    }
     use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
     fn file(len: u64) -> File {
@@ -189,5 +171,23 @@ mod tests {
         assert_eq!(file.metadata().unwrap().size(), 1 << 20);
         assert_eq!(next_data(&file, 1 << 20).unwrap(), None);
         assert!(punch(&file, 0, 0).is_err(), "an error of the kernel is told");
+    }
+
+    #[test]
+    fn the_lock_on_a_byte_is_one_openings_and_goes_with_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("locks");
+        let open =
+            || File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
+        let (one, two) = (open(), open());
+        assert!(try_lock_byte(&one, 5).unwrap() && try_lock_byte(&one, 5).unwrap());
+        assert!(!try_lock_byte(&two, 5).unwrap());
+        assert!(try_lock_byte(&two, 6).unwrap() && try_lock_byte(&two, (1 << 62) + 5).unwrap());
+        let copy = one.try_clone().unwrap();
+        drop(one);
+        assert!(!try_lock_byte(&two, 5).unwrap());
+        drop(copy);
+        assert!(try_lock_byte(&two, 5).unwrap());
+        assert_eq!(try_lock_byte(&two, u64::MAX).unwrap_err().kind(), io::ErrorKind::InvalidInput);
     }
 }

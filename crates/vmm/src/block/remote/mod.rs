@@ -273,20 +273,22 @@ impl RemoteBackend {
                 self.tasks.spawn(shared.clone().fly(number, flight));
             });
             let got = limit.bound(waiter.get(part)).await;
-            // Its last waiter left as we came, or the disk is being closed.
-            if let Ok(None) = got {
-                continue;
+            if waiter.flight.missed() {
+                shared.counters.missed();
+            } else if let Ok(Some(Ok(_))) = got {
+                shared.counters.hit();
             }
-            match waiter.flight.missed() {
-                true => shared.counters.missed(),
-                false => shared.counters.hit(),
+            match got {
+                Ok(Some(got)) => {
+                    return got.map_err(|error| refused("fetch from", &shared.object.url, &error));
+                }
+                // Its last waiter left as we came, or the disk is being closed.
+                Ok(None) => {}
+                Err(BlockError::Deadline) => {
+                    return Err(late(&shared.object.url, waiter.flight.last_error()));
+                }
+                Err(e) => return Err(e),
             }
-            return match got {
-                Ok(Some(got)) => got.map_err(|error| refused("fetch from", &shared.object.url, &error)),
-                Err(BlockError::Deadline) => Err(late(&shared.object.url, waiter.flight.last_error())),
-                Ok(None) => Err(BlockError::Stopped),
-                Err(e) => Err(e),
-            };
         }
         let source = io::Error::other(format!("{FLIGHTS} fetches of chunk {number} ended without an answer"));
         Err(BlockError::Io { doing: "fetch from", file: shared.object.url.clone(), source })
