@@ -605,10 +605,11 @@ inventory() {
         find "$RUN_DIR" -printf 'file %p\n' 2>/dev/null || true
         find /tmp /var/tmp /run -mindepth 1 -maxdepth 1 \( -name '*hearth*' -o -name 'hx??????' \) -printf 'file %p\n' 2>/dev/null || true
         # Saved firewall rules stay on purpose; there are never more than a few.
-        # Empty disks are made once for each size; what was read of remote disks is kept in a cache of a bounded size.
+        # Empty disks are made once for each size, their directory with the first; what was read of remote disks is
+        # kept in a cache of a bounded size.
         find "$STATE_DIR" \( -path "$STATE_DIR/templates/*" -o -path "$STATE_DIR/kernels/*" -o -path "$STATE_DIR/backups" \
             -o -path "$STATE_DIR/blanks/*.ext4" -o -path "$STATE_DIR/chunks" \) -prune \
-            -o -printf 'file %p\n' 2>/dev/null || true
+            -o ! -path "$STATE_DIR/blanks" -printf 'file %p\n' 2>/dev/null || true
         inventory_processes
     } | sort -u
 }
